@@ -10,6 +10,7 @@ from titanlite.base.agree import on_first_rank
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.hf_model import index_of, model_files, warn_of_sidecar
+from titanlite.data.tokenizer import describe_tokenizer, find_token_ids
 from titanlite.materialize import Plan
 from titanlite.models.interface import Model
 
@@ -40,7 +41,18 @@ def save_hf_model(
     Collectives: five small ones; every rank must call, and all ranks must see the same file system.
     """
     rest: dict[str, bytes] = {}
-    on_first_rank(lambda: rest.update(describe_model(model.config, tokenizer, dtype, assets)))
+
+    def build() -> None:
+        rest.update(describe_model(model.config, find_token_ids(tokenizer), dtype, assets))
+        rest.update(describe_tokenizer(tokenizer))
+
+    on_first_rank(build)
     files = model_files(plan, model.config, dtype)
     commit_folder(folder, files, rest | index_of(files))
     warn_of_sidecar(model.config, files)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write the files of a tokenizer as checkpoints have them into `folder`."""
+    for name, content in describe_tokenizer(tokenizer).items():
+        (folder / name).write_bytes(content)

@@ -38,7 +38,14 @@ from titanlite.data.loader import (
     resolve_steps,
     resolve_tokenizer_path,
 )
-from titanlite.data.tokenizer import check_vocabulary, count_ids, follow_tokenizer, load_tokenizer
+from titanlite.data.tokenizer import (
+    check_vocabulary,
+    count_ids,
+    describe_tokenizer,
+    find_token_ids,
+    follow_tokenizer,
+    load_tokenizer,
+)
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
@@ -293,7 +300,10 @@ def build_checkpointer(run: Run, model: Model, tokenizer: Any, loader: TrainLoad
     )
     is_text = loader.dataset.form == "text"
     ends_of_turn = [] if is_text else get_end_of_turn_ids(tokenizer, loader.dataset)
-    checkpointer.prepare(model, tokenizer, ends_of_turn)
+    files: dict[str, bytes] = {}
+    if job.checkpoint.enable:
+        on_first_rank(lambda: files.update(describe_tokenizer(tokenizer)), run.file_group)
+    checkpointer.prepare(model, files, find_token_ids(tokenizer), ends_of_turn)
     return checkpointer
 
 
@@ -414,7 +424,7 @@ def check_model(checked: Checked) -> None:
         is_text = job.data.dataset in ("text", "stdlib")  # rows may have only some of the tokens
         refuse(check_vocabulary(job, num_ids if is_text else 0, num_ids, config))
     if job.checkpoint.enable:
-        build_format(job).describe(build_unsharded(job, config, "cpu"), None, [])
+        build_format(job).describe(build_unsharded(job, config, "cpu"), {}, [])
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:

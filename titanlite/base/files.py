@@ -14,12 +14,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, ClassVar
 
-from titanlite.base.errors import ConfigError
+from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.base.text import describe_error
 
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -260,3 +262,26 @@ def _read_holder(path: Path) -> dict[str, Any]:
         return _UNKNOWN | json.loads(path.read_text())
     except (OSError, ValueError, TypeError):
         return _UNKNOWN
+
+
+def render(what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
+    """Return the files that `write` writes into an empty folder, content by file name; raises as
+    `saving_as`.
+    """
+    with saving_as(what), TemporaryDirectory(prefix="titanlite-") as name:
+        write(Path(name))
+        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        return {str(path.relative_to(name)): path.read_bytes() for path in files}
+
+
+@contextmanager
+def saving_as(what: str) -> Iterator[None]:
+    """Raise any exception of the body as a CheckpointError: `what` cannot be saved."""
+    try:
+        yield
+    except TitanliteError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint: {what} cannot be saved: {describe_error(error)}. Correct it."
+        ) from error

@@ -1,4 +1,4 @@
-"""Files of a saved model without tensors: configuration, generation settings and tokenizer.
+"""Files of a saved model without tensors: configuration and generation settings.
 
 They are built and checked once, before anything is trained; a save only writes them.
 """
@@ -6,18 +6,17 @@ They are built and checked once, before anything is trained; a save only writes 
 import copy
 import json
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from titanlite import __version__
-from titanlite.base.errors import CheckpointError, TitanliteError
+from titanlite.base.errors import CheckpointError
+from titanlite.base.files import render, saving_as
 from titanlite.base.hf_objects import get_config_class
 from titanlite.checkpoint.folder import read_json
 from titanlite.config import AnyModelConfig, ModelConfig, TransformersConfig
@@ -28,6 +27,8 @@ from titanlite.models.families.config_json import (
     save_config,
 )
 
+# Ids by their names in config.json, such as `eos_token_id`.
+TokenIds = Mapping[str, int | None]
 _GENERATION = "generation_config.json"
 
 # Files that an image-and-text model needs next to the tokenizer.
@@ -47,19 +48,9 @@ _REPLACED_KEYS = {
 }
 
 
-# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that
-# machine only, and its other name for the table `extra_special_tokens`, which transformers 4
-# ignores.
-_NOT_WRITTEN = (
-    *("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend"),
-    "model_specific_special_tokens",
-)
-_STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-
-
 def describe_model(
     config: AnyModelConfig,
-    tokenizer: Any,
+    token_ids: TokenIds,
     dtype: torch.dtype,
     assets: Path | None,
     end_of_turn_ids: Sequence[int] = (),
@@ -68,51 +59,23 @@ def describe_model(
     On one rank.
 
     `dtype` is that of the parameters on disk. Keys that titanlite has no setting for are taken from
-    `assets`, the folder of the model that training began with. `end_of_turn_ids` are added to the
-    ids that end a text.
+    `assets`, the folder of the model that training began with, and then from `token_ids`.
+    `end_of_turn_ids` are added to the ids that end a text.
 
     Raises CheckpointError: transformers refuses something; names it, its value, and the file that
     it is from.
     """
 
     def write(folder: Path) -> None:
-        write_config(folder, config, tokenizer, dtype, assets)
+        write_config(folder, config, token_ids, dtype, assets)
         if end_of_turn_ids:
             _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
-        save_tokenizer(tokenizer, folder)
         if assets is not None and isinstance(config, TransformersConfig):
             for name in _PROCESSOR_FILES:
                 if (assets / name).exists() and not (folder / name).exists():
                     shutil.copyfile(assets / name, folder / name)
 
-    return render(write)
-
-
-def render(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """Return the files that `write` writes into an empty folder, content by file name.
-
-    Raises CheckpointError: `write` raises an exception, of any kind.
-    """
-    with (
-        _explained("the description of the model"),
-        TemporaryDirectory(prefix="titanlite-") as name,
-    ):
-        write(Path(name))
-        files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-        return {str(path.relative_to(name)): path.read_bytes() for path in files}
-
-
-@contextmanager
-def _explained(what: str) -> Generator[None]:
-    """Raise any exception of the body as a CheckpointError: `what` cannot be saved."""
-    try:
-        yield
-    except TitanliteError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"checkpoint: {what} cannot be saved: {format_refusal(error)}. Correct it."
-        ) from error
+    return render("the description of the model", write)
 
 
 @cache
@@ -125,19 +88,12 @@ def describe_versions() -> dict[str, str]:
     }
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a transformers tokenizer, if there is one. On one rank."""
-    if tokenizer is not None:
-        with _explained("the tokenizer (data.tokenizer_path)"):
-            tokenizer.save_pretrained(folder)
-            named = {
-                k: v for k, v in tokenizer.special_tokens_map.items() if k not in _STANDARD_TOKENS
-            }
-            _rewrite_tokenizer_config(folder / "tokenizer_config.json", named)
-
-
 def write_config(
-    folder: Path, config: AnyModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
+    folder: Path,
+    config: AnyModelConfig,
+    token_ids: TokenIds,
+    dtype: torch.dtype,
+    assets: Path | None,
 ) -> None:
     """Write config.json and generation_config.json."""
     from transformers import GenerationConfig  # costs a second, and only saving needs it
@@ -148,10 +104,10 @@ def write_config(
         hf_config.architectures, hf_config.dtype = [config.architecture], dtype
         vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
     else:
-        hf_config = _native_config(config, tokenizer, dtype, assets)
-    with _explained(f"config.json ({source})"):
+        hf_config = _native_config(config, token_ids, dtype, assets)
+    with saving_as(f"config.json ({source})"):
         save_config(hf_config, folder)
-    with _explained(f"{_GENERATION} ({source})"):
+    with saving_as(f"{_GENERATION} ({source})"):
         if assets is not None and (assets / _GENERATION).exists():
             GenerationConfig.from_dict(read_json(assets / _GENERATION, str(assets)))
             shutil.copyfile(assets / _GENERATION, folder / _GENERATION)
@@ -160,13 +116,13 @@ def write_config(
 
 
 def _native_config(
-    config: ModelConfig, tokenizer: Any, dtype: torch.dtype, assets: Path | None
+    config: ModelConfig, token_ids: TokenIds, dtype: torch.dtype, assets: Path | None
 ) -> Any:
     """Build transformers' configuration of the model; it has accepted all values.
 
     Raises CheckpointError: it refuses values; names the files and settings that they are from.
     """
-    values = _values_of(config, tokenizer, assets)
+    values = _values_of(config, token_ids, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
     family = family_of(config)
     try:
@@ -184,7 +140,7 @@ def _native_config(
     return hf_config
 
 
-def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> dict[str, Any]:
+def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) -> dict[str, Any]:
     """Return the values for config.json; keys that titanlite has no setting for are as in the
     original one.
     """
@@ -201,10 +157,7 @@ def _values_of(config: ModelConfig, tokenizer: Any, assets: Path | None) -> dict
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
         if "max_window_layers" in base:
             base["max_window_layers"] = config.num_layers
-    if tokenizer is not None:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            base.setdefault(name, getattr(tokenizer, name))
-    return {**base, **ours}
+    return {**token_ids, **base, **ours}
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
@@ -217,21 +170,3 @@ def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
     if missing := [token for token in ids if token not in known]:
         config["eos_token_id"] = known + missing
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
-    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of
-    vLLM read it too.
-
-    `named` are special tokens with names of the model's own, such as image_token.
-    """
-    table = json.loads(path.read_text(encoding="utf-8"))
-    if table.get("tokenizer_class") == "TokenizersBackend":
-        table["tokenizer_class"] = "PreTrainedTokenizerFast"
-    # 4 expects a table there, and raises otherwise
-    if isinstance(table.get("extra_special_tokens"), list):
-        table["additional_special_tokens"] = table.pop("extra_special_tokens")
-    if named:
-        table["extra_special_tokens"] = dict(named)
-    table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
-    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

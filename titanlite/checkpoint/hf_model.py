@@ -15,7 +15,7 @@ from titanlite.base.agree import gather_objects, get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases, warn_of_collapsed_bias
-from titanlite.checkpoint.description import describe_model
+from titanlite.checkpoint.description import TokenIds, describe_model
 from titanlite.checkpoint.folder import (
     FP8,
     INDEX_FILE,
@@ -348,10 +348,10 @@ class HFFormat:
         return model_files(plan, model.config, self._dtype, exact=True)
 
     def describe(
-        self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]
+        self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]
     ) -> dict[str, bytes]:
         """Build the files next to the weights, content by file name. On one rank."""
-        return describe_model(model.config, tokenizer, self._dtype, self._assets, end_of_turn_ids)
+        return describe_model(model.config, token_ids, self._dtype, self._assets, end_of_turn_ids)
 
 
 def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:

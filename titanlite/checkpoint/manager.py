@@ -16,6 +16,7 @@ from titanlite.base.events import record_event
 from titanlite.base.log import logger
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import step_folder
+from titanlite.checkpoint.description import TokenIds
 from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
 from titanlite.checkpoint.start import Start
 from titanlite.checkpoint.train_state import (
@@ -94,16 +95,23 @@ class Checkpointer:
         """
         return self._saved_step == step
 
-    def prepare(self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int] = ()) -> None:
+    def prepare(
+        self,
+        model: Model,
+        others: Mapping[str, bytes],
+        token_ids: TokenIds,
+        end_of_turn_ids: Sequence[int] = (),
+    ) -> None:
         """Build those files of checkpoints that hold no tensors, before training. `model` may be on
-        meta.
+        meta, `others` are files of the tokenizer on rank 0.
 
         Raises CheckpointError: on all ranks; one of them cannot be built, or transformers refuses
         it.
         """
 
         def build() -> None:  # stays on rank 0: a tokenizer is too large to broadcast
-            self._description = self._format.describe(model, tokenizer, end_of_turn_ids)
+            described = self._format.describe(model, token_ids, end_of_turn_ids)
+            self._description = {**described, **others}
 
         if self._section.enable:
             on_first_rank(build, self.group)

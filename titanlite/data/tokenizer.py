@@ -12,12 +12,12 @@ twice as slow on 2 cores.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import tokenizers
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, DataError
-from titanlite.base.files import read_json, write_atomic
+from titanlite.base.files import read_json, render, write_atomic
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
 from titanlite.base.log import logger
 from titanlite.base.text import describe_error
@@ -51,6 +51,14 @@ _KNOWN_END_OF_TEXT = (
 )
 # raise it when the training below changes, or old cached tokenizers will be taken for new ones
 _RECIPE_VERSION = 2
+# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that
+# machine only, and its other name for the table `extra_special_tokens`, which transformers 4
+# ignores.
+_NOT_WRITTEN = (
+    *("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend"),
+    "model_specific_special_tokens",
+)
+_STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
 _serialized: WeakKeyDictionary["PreTrainedTokenizerFast", str] = WeakKeyDictionary()
@@ -387,3 +395,47 @@ def check_vocabulary(
             wanted,
         )
     return []
+
+
+def find_token_ids(tokenizer: "PreTrainedTokenizerFast | None") -> dict[str, int | None]:
+    """Return the ids that config.json names, by their names there."""
+    if tokenizer is None:
+        return {}
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a transformers tokenizer, if there is one, content by file name. On one
+    rank.
+
+    Raises CheckpointError: it cannot be saved.
+    """
+    if tokenizer is None:
+        return {}
+
+    def write(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        tokens = tokenizer.special_tokens_map.items()
+        named = {key: token for key, token in tokens if key not in _STANDARD_TOKENS}
+        _rewrite_tokenizer_config(folder / "tokenizer_config.json", named)
+
+    return render("the tokenizer (data.tokenizer_path)", write)
+
+
+def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
+    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of
+    vLLM read it too.
+
+    `named` are special tokens with names of the model's own, such as image_token.
+    """
+    table = json.loads(path.read_text(encoding="utf-8"))
+    if table.get("tokenizer_class") == "TokenizersBackend":
+        table["tokenizer_class"] = "PreTrainedTokenizerFast"
+    # 4 expects a table there, and raises otherwise
+    if isinstance(table.get("extra_special_tokens"), list):
+        table["additional_special_tokens"] = table.pop("extra_special_tokens")
+    if named:
+        table["extra_special_tokens"] = dict(named)
+    table = {key: value for key, value in table.items() if key not in _NOT_WRITTEN}
+    path.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

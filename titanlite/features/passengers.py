@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.files import render
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
 from titanlite.base.text import format_size, list_names
-from titanlite.checkpoint.description import render
 from titanlite.checkpoint.folder import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
@@ -137,7 +137,9 @@ class CarriedTensors:
             # The class computes the text part of a larger model, whose other parts are carried.
             larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
             larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
-            return render(lambda folder: save_config(larger, folder))
+            return render(
+                "the description of the model", lambda folder: save_config(larger, folder)
+            )
         if (key := family_of(self._config).mtp_key) is None:
             return {}
         table[key] = sum(part_of(name) + PREDICTION_KEY == name for name in self._stored)

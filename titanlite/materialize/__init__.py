@@ -41,7 +41,6 @@ from titanlite.materialize.sources import (
     SourceProvider,
     TensorInfo,
     TensorReader,
-    TruncatedNormal,
     Unfit,
     Uniform,
     Zeros,

@@ -182,19 +182,15 @@ def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
     return local.view(torch.uint8).view(-1, row_bytes)
 
 
-# Integers of whole bytes: torch fills, copies and compares them.
-_INTEGERS = {
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-}
-
-
 def is_fillable(dtype: torch.dtype) -> bool:
     """Return False for dtypes that torch cannot fill: quantized, packed, and of fewer than 8
     bits.
     """
-    is_number = dtype.is_floating_point or dtype.is_complex
-    return dtype in _INTEGERS or (is_number and dtype != torch.float4_e2m1fn_x2)
+    try:
+        torch.empty(1, dtype=dtype).fill_(1)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def leave_elsewhere(tensor: torch.Tensor) -> None:

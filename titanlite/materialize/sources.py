@@ -252,21 +252,6 @@ class Normal(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TruncatedNormal(Recipe):
-    """Normal distribution cut off at `bound` standard deviations (before scaling by `std`)."""
-
-    mean: float = 0.0
-    std: float = 1.0
-    bound: float = 3.0
-
-    def tile(self, generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
-        # inverse CDF: one draw per element, no rejection loop
-        inside = math.erf(self.bound / math.sqrt(2.0))
-        u = torch.from_numpy(generator.uniform(-inside, inside, (rows, cols)))
-        return (torch.erfinv(u) * (math.sqrt(2.0) * self.std) + self.mean).to(torch.float32).numpy()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Uniform(Recipe):
     """Uniform on [low, high)."""
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.saving import save_tokenizer
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.description import describe_model, save_tokenizer
+from titanlite.checkpoint.description import describe_model
 from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
+from titanlite.data.tokenizer import describe_tokenizer
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.config_json import transformers_config
 
@@ -30,7 +32,7 @@ def write(config: ModelConfig, original: dict, folder: Path) -> dict:
 
 
 def describe_into(folder: Path, config: AnyModelConfig, assets: Path | None = None) -> None:
-    for name, content in describe_model(config, None, torch.float32, assets).items():
+    for name, content in describe_model(config, {}, torch.float32, assets).items():
         (folder / name).write_bytes(content)
 
 
@@ -91,7 +93,7 @@ def test_what_transformers_refuses_is_named_with_the_file(tmp_path, family, keys
     (tmp_path / "config.json").write_text(json.dumps(hf))
     config = replace(config, hidden_size=hf["hidden_size"])
     with pytest.raises(CheckpointError) as raised:
-        describe_model(config, None, torch.float32, tmp_path)
+        describe_model(config, {}, torch.float32, tmp_path)
     text = str(raised.value)
     assert "refuses the config.json to be saved: " in text and named in text
     assert f"{tmp_path}/config.json, [model]" in text and "space" not in text
@@ -99,20 +101,18 @@ def test_what_transformers_refuses_is_named_with_the_file(tmp_path, family, keys
 
 def test_what_cannot_be_saved_is_named_without_a_file(tmp_path):
     class Tokenizer:
-        bos_token_id = eos_token_id = pad_token_id = None
-
         def save_pretrained(self, folder: Path) -> None:
             raise RuntimeError("no such token")
 
     words = r"the tokenizer \(data.tokenizer_path\) cannot be saved: RuntimeError: no"
     with pytest.raises(CheckpointError, match=words):
-        describe_model(QWEN3, Tokenizer(), torch.float32, None)
+        describe_tokenizer(Tokenizer())
     config = replace(families()["llama"].presets["debug"], hidden_size=90)
     with pytest.raises(
         CheckpointError,
         match=r"The hidden size \(90\) .* Its values are from \[model\] and the tokenizer",
     ):
-        describe_model(config, None, torch.float32, None)
+        describe_model(config, {}, torch.float32, None)
 
 
 def test_generation_stops_where_trained_answers_end(tmp_path):
@@ -124,12 +124,12 @@ def test_generation_stops_where_trained_answers_end(tmp_path):
     ]:
         path.write_text(json.dumps(known | {"top_k": 5}))
         written = json.loads(
-            describe_model(QWEN3, None, torch.float32, tmp_path, [7, 3])["generation_config.json"]
+            describe_model(QWEN3, {}, torch.float32, tmp_path, [7, 3])["generation_config.json"]
         )
         assert (written["eos_token_id"], written["top_k"]) == (eos, 5)
     path.write_text("{")
     with pytest.raises(CheckpointError, match=rf"^{tmp_path}: generation_config.json "):
-        describe_model(QWEN3, None, torch.float32, tmp_path, [3])
+        describe_model(QWEN3, {}, torch.float32, tmp_path, [3])
 
 
 def test_what_there_is_for_each_layer_is_derived_anew(tmp_path):

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import titanlite
+from tests.saving import save_tokenizer
 from titanlite.base.errors import DataError
-from titanlite.checkpoint.description import save_tokenizer
 from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data import tokenizer as tokenizer_module

@@ -117,7 +117,7 @@ def hold(folder: Path, tiny: Any) -> str:
     if config.hidden_size > 256:  # a missing size, of which transformers has a large one
         return "large"
     try:
-        description = describe_model(config, None, torch.float32, folder)
+        description = describe_model(config, {}, torch.float32, folder)
     except CheckpointError:  # of keys without effect; as a run, before its first step
         return "refused"
     ours = tiny.ours(config).eval()

@@ -129,7 +129,7 @@ def test_kimi_k2_is_a_deepseek_v3_under_another_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, **published}))
     config = model_config_from_hf(tmp_path)
     assert config == families()["deepseek_v3"].presets["Kimi-K2-1T-A32B"]
-    saved = json.loads(describe_model(config, None, torch.float32, tmp_path)["config.json"])
+    saved = json.loads(describe_model(config, {}, torch.float32, tmp_path)["config.json"])
     # transformers has a class by this name only
     assert saved["model_type"] == "deepseek_v3" and "auto_map" not in saved
     assert saved["topk_method"] == "noaux_tc" and saved["rope_parameters"]["beta_fast"] == 1.0

@@ -70,7 +70,7 @@ def test_infinities_are_read_and_kept(tmp_path: Path, form: str) -> None:
     content = json.dumps(_MAMBA2)[:-1] + f', "time_step_limit": [0.0, {form}]}}'
     config = resolve(tmp_path, content)
     assert load_config_and_class(config.hf, "test")[0].time_step_limit == [0.0, math.inf]
-    written = describe_model(config, None, torch.float32, None)["config.json"].decode()
+    written = describe_model(config, {}, torch.float32, None)["config.json"].decode()
     assert json.loads(written)["time_step_limit"] == [0.0, {"__float__": "Infinity"}], (
         "as transformers 5 writes it"
     )

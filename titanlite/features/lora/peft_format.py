@@ -19,8 +19,9 @@ import torch
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
+from titanlite.base.files import render
 from titanlite.base.log import logger
-from titanlite.checkpoint.description import render, save_tokenizer, write_config
+from titanlite.checkpoint.description import TokenIds, write_config
 from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -312,13 +313,14 @@ class PeftFormat(HFFormat):
         return adapter_files(plan)
 
     def describe(
-        self, model: Model, tokenizer: Any, end_of_turn_ids: Sequence[int]
+        self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]
     ) -> dict[str, bytes]:
         """Build the files next to the adapters, and check the description of the model to merge
         them into, too.
         """
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
-        render(lambda folder: write_config(folder, model.config, None, torch.float32, assets))
+        what = "the description of the model"
+        render(what, lambda folder: write_config(folder, model.config, {}, torch.float32, assets))
 
         def write(folder: Path) -> None:
             write_adapter_config(folder, model, self._lora, self.base)
@@ -333,9 +335,8 @@ class PeftFormat(HFFormat):
                 (folder / OWN_FOLDER / "config.json").write_text(
                     json.dumps(table, indent=2) + "\n", encoding="utf-8"
                 )
-            save_tokenizer(tokenizer, folder)
 
-        return render(write)
+        return render(what, write)
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:

@@ -144,7 +144,7 @@ def export_checkpoint(
             f"export: {folder} holds adapters without their model. Add --merge, and --base DIR."
         )
     config = any_model_config_from_hf(described_in or folder, "export")
-    rest = describe_model(config, None, dtype, folder)
+    rest = describe_model(config, {}, dtype, folder)
     model = build_model(config)
     # Where the run had more bits than its files, round once.
     weights = weights_of(folder, model, exact=True)

@@ -213,10 +213,10 @@ def test_the_base_of_adapters_is_checked_too(tmp_path):
         CheckpointSection(initial_load_path=str(tmp_path)), ModelSection(), section
     )
     with pytest.raises(CheckpointError, match="use_cache"):
-        saved_as.describe(model, None, [])
+        saved_as.describe(model, {}, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     apply_lora(model, section, torch.float32)
-    assert saved_as.describe(model, None, []).keys() == {
+    assert saved_as.describe(model, {}, []).keys() == {
         "adapter_config.json",
         "titanlite/config.json",
     }
