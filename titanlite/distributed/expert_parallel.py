@@ -51,7 +51,8 @@ class ExpertParallelDispatcher:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._name, self._size = register_group(group), group.size()
+        self._name = register_group(group)
+        self._size = group.size()
 
     def dispatch(
         self, experts: Any, x_TD: Tensor, topk_scores_Tk: Tensor, topk_expert_ids_Tk: Tensor
@@ -74,21 +75,23 @@ class ExpertParallelDispatcher:
         `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or
         fewer.
         """
-        size, local = self._size, num_experts // self._size
+        size = self._size
+        local = num_experts // size
+        # A token goes to each rank once, whichever of its experts are there. Its choices are sorted
+        # by a key: the rank for the first choice of that rank, a copy to send; rank + size for a
+        # further one, which is only counted, so that the receiver knows its number of rows.
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
-        # The key of a copy is its rank. A token's further choices of that rank have rank + size,
-        # only to be counted.
         key_R, _, token_R, rows_Tk = sort_rows(rank_Tk + size * is_again_Tk)
         keys = torch.arange(2 * size + 1, dtype=key_R.dtype, device=key_R.device)
-        # (2 * size, 2): begin and end
-        bounds = torch.searchsorted(key_R, keys, out_int32=True).unfold(0, 2, 1)
-        sent_n22 = bounds.view(2, size, 2).transpose(0, 1).contiguous()
-        received_n22 = all_to_all(sent_n22, [1] * size, [1] * size, self._name)
+        counts_2n = torch.searchsorted(key_R, keys, out_int32=True).diff().view(2, size)
+        sent_n2 = counts_2n.T.contiguous()  # copies and further choices for each rank
+        received_n2 = all_to_all(sent_n2, [1] * size, [1] * size, self._name)
         send, receive, num_rows = self._splits(
-            sent_n22, received_n22, topk_expert_ids_Tk.shape, num_experts
+            sent_n2, received_n2, topk_expert_ids_Tk.shape, num_experts
         )
-        token_C, rank_C1 = token_R[: sum(send)], key_R[: sum(send)].unsqueeze(1)
+        token_C = token_R[: sum(send)]
+        rank_C1 = key_R[: sum(send)].unsqueeze(1)
         # Local ids; those of experts elsewhere become `local` or more.
         ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) - local * rank_C1) % (2 * num_experts)
         ids_Pk = all_to_all(ids_Ck, receive, send, self._name)
@@ -96,19 +99,18 @@ class ExpertParallelDispatcher:
         return token_C, rows_Tk, order_Q.int(), token_Q, rows_Pk, ends_e, send, receive
 
     def _splits(
-        self, sent_n22: Tensor, received_n22: Tensor, shape: torch.Size, num_experts: int
+        self, sent_n2: Tensor, received_n2: Tensor, shape: torch.Size, num_experts: int
     ) -> tuple[list[int], list[int], int]:
         """Return the numbers of copies sent to each rank and received from each, and of the rows
         received.
         """
-        sent, received = torch.stack([sent_n22, received_n22]).tolist()  # synchronization point
+        sent, received = torch.stack([sent_n2, received_n2]).tolist()  # synchronization point
         stand_in = find_stand_in("expert_splits")
         if stand_in is not None:
             return stand_in(shape, num_experts, self._size)
-        send, receive = (
-            [end - begin for (begin, end), _ in by_rank] for by_rank in (sent, received)
-        )
-        return send, receive, sum(end - begin for by_rank in received for begin, end in by_rank)
+        send = [copies for copies, _ in sent]
+        receive = [copies for copies, _ in received]
+        return send, receive, sum(map(sum, received))
 
 
 class _Travel:
@@ -118,8 +120,10 @@ class _Travel:
     """
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
-        self.is_served, self.is_recomputed = False, kept.get() is not None
-        self.there, self.back = (receive, send, group), (send, receive, group)
+        self.is_served = False
+        self.is_recomputed = kept.get() is not None
+        self.there = (receive, send, group)
+        self.back = (send, receive, group)
         self.sent: Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -149,15 +153,20 @@ class _Send(torch.autograd.Function):
         ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, travel: _Travel
     ) -> Tensor:
         x_PD = all_to_all(x_TD.index_select(0, token_C), *travel.there)
-        ctx.rows_Tk, ctx.order_Q, ctx.travel, ctx.shape = rows_Tk, order_Q, travel, x_PD.shape
+        ctx.rows_Tk = rows_Tk
+        ctx.order_Q = order_Q
+        ctx.travel = travel
+        ctx.shape = x_PD.shape
         return x_PD if order_Q is None else x_PD.flatten().index_select(0, order_Q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor):
-        travel, sent = ctx.travel, None
+        travel = ctx.travel
+        sent = None
         if ctx.order_Q is None:
-            sent, travel.sent = travel.sent, None
+            sent = travel.sent
+            travel.sent = None
             travel.wait()
         else:
             dx = dx.new_zeros(ctx.shape.numel()).index_add_(0, ctx.order_Q, dx).view(ctx.shape)
@@ -174,13 +183,15 @@ class _Return(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, travel: _Travel) -> Tensor:
-        ctx.token_C, ctx.travel = token_C, travel
+        ctx.token_C = token_C
+        ctx.travel = travel
         return gather_sum(all_to_all(y_PD, *travel.back), rows_Tk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):
-        travel, dy_CD = ctx.travel, dout_TD.index_select(0, ctx.token_C)
+        travel = ctx.travel
+        dy_CD = dout_TD.index_select(0, ctx.token_C)
         overlaps = travel.is_served and travel.is_recomputed
         dy_PD = travel.start(dy_CD, travel.there) if overlaps else all_to_all(dy_CD, *travel.there)
         return dy_PD, None, None, None

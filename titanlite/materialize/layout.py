@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,8 @@ class Region:
         length = self.lengths[dim]
         step = max(elements * length // self.numel, 1)
         for start in range(0, length, step):
-            starts, lengths = list(self.starts), list(self.lengths)
+            starts = list(self.starts)
+            lengths = list(self.lengths)
             starts[dim] += start
             lengths[dim] = min(step, length - start)
             yield from Region(tuple(starts), tuple(lengths)).slabs(elements)
@@ -81,7 +82,8 @@ class Region:
         if self.lengths == shape:
             yield 0, self.numel
             return
-        dim, length = len(shape), 1
+        dim = len(shape)
+        length = 1
         while dim and length == math.prod(shape[dim:]):
             dim -= 1
             length *= self.lengths[dim]
@@ -278,22 +280,33 @@ def _values_in(tensor: torch.Tensor, stored: Region) -> Region:
 
 
 def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
-    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        splits = [
-            (hasattr(placement, "split_factor"), int(getattr(placement, "dim")), size, index)  # noqa: B009 - no common base class
-            for placement, size, index in zip(
-                tensor.placements, tensor.device_mesh.shape, coordinate, strict=True
-            )
-            if _is_split(placement)
-        ]
-        # stable: _StridedShard comes last
-        for _, dim, size, index in sorted(splits, key=lambda split: split[0]):
-            chunk = -(-lengths[dim] // size)
-            begin = min(index * chunk, lengths[dim])
-            starts[dim] += begin
-            lengths[dim] = min(chunk, lengths[dim] - begin)
+    """Return the part of `tensor` in the memory of the rank at `coordinate` of its mesh."""
+    starts = [0] * tensor.dim()
+    lengths = list(tensor.shape)
+    for dim, num_ranks, rank in _splits_in_order(tensor, coordinate):
+        chunk = -(-lengths[dim] // num_ranks)
+        begin = min(rank * chunk, lengths[dim])
+        starts[dim] += begin
+        lengths[dim] = min(chunk, lengths[dim] - begin)
     return Region(tuple(starts), tuple(lengths))
+
+
+def _splits_in_order(tensor: torch.Tensor, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (dim, number of ranks, this rank) of the axes that split `tensor`, in the order in
+    which they did: FSDP's `_StridedShard` splits what tensor or expert parallelism left.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    shards: list[tuple[int, int, int]] = []
+    strided: list[tuple[int, int, int]] = []
+    placements: Any = tensor.placements  # without a common base class that has a dim
+    for placement, num_ranks, rank in zip(
+        placements, tensor.device_mesh.shape, coordinate, strict=True
+    ):
+        if _is_split(placement):
+            is_strided = hasattr(placement, "split_factor")
+            (strided if is_strided else shards).append((placement.dim, num_ranks, rank))
+    return shards + strided
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
