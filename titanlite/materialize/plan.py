@@ -83,10 +83,10 @@ class TensorEntry:
         """Return the dtype of the tensor in files whose parameters have `dtype`; buffers keep
         theirs.
         """
-        kept = (
-            torch.float32 if isinstance(self.source, Read) and self.source.keeps_float32 else dtype
-        )
-        return self.dtype if self.info.kind == "buffer" else kept
+        if self.info.kind == "buffer":
+            return self.dtype
+        keeps_float32 = isinstance(self.source, Read) and self.source.keeps_float32
+        return torch.float32 if keeps_float32 else dtype
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -218,8 +218,10 @@ class _Claims:
     """Sources by name, each with who claims it; unknown names and second claims are problems."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], problems: list[str]) -> None:
-        self.sources, self._claimers = dict[str, Source](), dict[str, str]()
-        self._infos, self._problems = infos, problems
+        self.sources: dict[str, Source] = {}
+        self._claimers: dict[str, str] = {}
+        self._infos = infos
+        self._problems = problems
 
     def add(self, fqn: str, source: Source, who: str) -> None:
         if fqn not in self._infos:
@@ -230,7 +232,8 @@ class _Claims:
                 f"'{source}' from {who}. Remove one."
             )
         else:
-            self.sources[fqn], self._claimers[fqn] = source, who
+            self.sources[fqn] = source
+            self._claimers[fqn] = who
 
 
 def _claims(
@@ -333,14 +336,9 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
                 "values in another form and convert them in forward, or build it on the device "
                 "where it stays."
             )
-        elif isinstance(tensor._base, nn.Parameter) and not isinstance(
-            tensor, DTensor | nn.Parameter
-        ):
-            problems.append(
-                f"{info.fqn}: a buffer that is a view of a parameter would be written twice and be "
-                "no view afterwards. Take the view in forward."
-            )
-        elif tensor.numel() and (memory := _memory_of(tensor)) is not None:
+            continue
+        memory = _memory_of(tensor)
+        if tensor.numel() and memory is not None:
             begin = int(tensor.storage_offset())
             last = begin + sum(
                 (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -348,7 +346,8 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
             size = tensor.dtype.itemsize
             held[memory].append((begin * size, (last + 1) * size, info.fqn))
     for parts in held.values():
-        reached, holder = 0, ""
+        reached = 0
+        holder = ""
         for begin, end, fqn in sorted(parts, key=lambda part: part[0]):
             if begin < reached:
                 problems.append(
@@ -356,7 +355,8 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
                     "them one object, or register one of them and take the view in forward."
                 )
             if end > reached:
-                reached, holder = end, fqn
+                reached = end
+                holder = fqn
 
 
 def _pick(

@@ -223,7 +223,7 @@ def _two_parameters(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("register", "text"),
     [
-        (_buffer_view, "top: a buffer that is a view of a parameter would be written twice"),
+        (_buffer_view, "top: shares memory with weight, so both would be written twice."),
         (_detached_view, "top: shares memory with weight, so both would be written twice."),
         (_two_parameters, "second: shares memory with first, so both would be written twice."),
     ],
