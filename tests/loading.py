@@ -1,13 +1,15 @@
 """Load a Hugging Face folder as a run begins with it, without a run."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import TitanliteError
-from titanlite.checkpoint.hf_model import HFFormat
-from titanlite.config.model import ModelSection
+from titanlite.checkpoint.hf_model import HFFormat, weights_of
+from titanlite.config.model import ModelConfig, ModelSection
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import materialize
 from titanlite.models.families import any_model_config_from_hf
@@ -27,3 +29,9 @@ def refusal(folder: Path, implementation: str = "auto") -> str:
     with pytest.raises(TitanliteError) as error:
         load(folder, implementation)
     return str(error.value)
+
+
+def hf_checkpoint(folder: Path, config: ModelConfig, **options: bool) -> Any:
+    """Return the weights in `folder` as a source for the native decoder of `config`."""
+    model: Any = SimpleNamespace(config=config)
+    return weights_of(folder, model, **options)

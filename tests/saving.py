@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import on_first_rank
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.hf_model import index_of, model_files, warn_of_sidecar
+from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar
+from titanlite.checkpoint.writer import FileLayout
 from titanlite.data.tokenizer import describe_tokenizer, find_token_ids
 from titanlite.materialize import Plan
 from titanlite.models.interface import Model
@@ -18,6 +19,13 @@ from titanlite.models.interface import Model
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all values of a parameter or gradient, which on one rank may be no DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def model_files(
+    plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False
+) -> list[FileLayout]:
+    """Lay out the files of the model of `config` in `plan`."""
+    return format_of(plan.model).files(plan, dtype, exact=exact)
 
 
 def save_hf_model(

@@ -72,7 +72,7 @@ def save_ways(folder: Path, output: Path) -> dict[str, Way]:
 
 def load_titanlite(folder: Path) -> nn.Module:
     """Meta model, sharded on meta, and every shard read straight into place."""
-    from titanlite.checkpoint.hf_model import hf_checkpoint
+    from titanlite.checkpoint.hf_model import weights_of
     from titanlite.config import JobConfig
     from titanlite.config.parallelism import Degrees
     from titanlite.distributed import ParallelDims
@@ -87,7 +87,7 @@ def load_titanlite(folder: Path) -> nn.Module:
     parallelize(
         model, job, ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu"), "cpu"
     )
-    plan = materialize(model, "cpu", [hf_checkpoint(folder, config)])
+    plan = materialize(model, "cpu", [weights_of(folder, model)])
     object.__setattr__(model, "_bench_plan", plan)  # save_titanlite needs it
     return model
 

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils.logging import disable_progress_bar
 
 from titanlite.base.process import keep_freed_memory
-from titanlite.checkpoint.hf_model import hf_checkpoint
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
@@ -168,7 +168,7 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
     model = build_decoder(config)
     model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
     parallelize(model, job, dims, "cpu")
-    materialize(model, device, [hf_checkpoint(folder, config)])
+    materialize(model, device, [weights_of(folder, model)])
     optimizer = build_adamw(model, job.optimizer)
     trainer = TrainStep(Run(job, config, dims, device), model, optimizer, NextToken())
 

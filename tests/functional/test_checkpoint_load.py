@@ -11,10 +11,10 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.loading import hf_checkpoint
 from tests.saving import save_hf_model
 from titanlite.assemble import build_data, shard
 from titanlite.base.errors import PlanError
-from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.materialize import Init, materialize

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.loading import hf_checkpoint
 from titanlite.assemble import shard
-from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,43 +71,49 @@ _FLAG, _OVERRIDE = (
 )
 
 
+class CheckpointFormat(Protocol):
+    """The form of the weights of one kind of model in files. All methods are collective."""
+
+    def sources(self, folder: str, stored: Stored) -> Any:
+        """Return the weights `stored` in `folder`, as a source for `materialize`."""
+        ...
+
+    def check(self, plan: Plan) -> list[str]:
+        """Return the problems of tensors without a place in the files. The same on all ranks."""
+        ...
+
+    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+        """Lay out the model's files, the same on all ranks. With `exact`, the titanlite subfolder
+        has full-precision copies of parameters that lose bits in `dtype`, for a resumed run.
+        """
+        ...
+
+
+def format_of(model: Any) -> CheckpointFormat:
+    """Return the format of the weights of `model`."""
+    own = getattr(model, "checkpoint_format", None)  # not of the native decoder
+    return NativeFormat(model.config) if own is None else own
+
+
 def weights_of(
     folder: Path, model: Model, *, exact: bool = False, absent_bias: bool = False
 ) -> Any:
     """Return the weights of the Hugging Face model in `folder`, as a source for
     `materialize(model)`.
 
-    `untied` names tied tensors that are stored twice, and what is wrong with each.
-
-    Raises CheckpointError, collectives: as `hf_checkpoint`.
-    """
-    if (own := model.checkpoint_format) is None:
-        return hf_checkpoint(folder, model.config, exact=exact, absent_bias=absent_bias)
-    source = own.sources(str(folder), _read_stored(folder, exact))
-    source.absent_bias = absent_bias
-    return source
-
-
-def hf_checkpoint(
-    folder: Path, config: ModelConfig, *, exact: bool = False, absent_bias: bool = False
-) -> "HFCheckpoint":
-    """Return the weights of the Hugging Face model in `folder`, as a source for `materialize` of
-    the native decoder.
-
     `expert_bias` without a key in the architecture is read from the titanlite subfolder; with
     `exact`, so are full-precision copies of parameters. With `absent_bias`, an `expert_bias` that
-    is not stored begins with zeros.
+    is not stored begins with zeros. `untied` names tied tensors that are stored twice, and what is
+    wrong with each.
 
     Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
 
     Collectives: broadcasts of what rank 0 reads; every rank must call. A tied head that is stored
     too is compared with the embedding.
     """
-    checkpoint = HFCheckpoint(str(folder), _read_stored(folder, exact), config)
-    checkpoint.absent_bias = absent_bias
-    if config.tie_word_embeddings and {_HEAD, _EMBEDDING} <= checkpoint.stored.tensors.keys():
-        checkpoint.untied = on_first_rank(checkpoint.find_untied)
-    return checkpoint
+    source = format_of(model).sources(str(folder), _read_stored(folder, exact))
+    source.absent_bias = absent_bias
+    return source
 
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
@@ -305,6 +311,51 @@ def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> s
     )
 
 
+class NativeFormat:
+    """The `CheckpointFormat` of the native decoder: Hugging Face's keys, in the model's order.
+
+    Tensors without a key in the architecture are in the titanlite subfolder.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def sources(self, folder: str, stored: Stored) -> "HFCheckpoint":
+        checkpoint = HFCheckpoint(folder, stored, self._config)
+        is_tied = self._config.tie_word_embeddings
+        if is_tied and {_HEAD, _EMBEDDING} <= checkpoint.stored.tensors.keys():
+            checkpoint.untied = on_first_rank(checkpoint.find_untied)
+        return checkpoint
+
+    def check(self, plan: Plan) -> list[str]:
+        return []
+
+    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+        family = family_of(self._config)
+        entries = [entry for entry in plan.entries if entry.info.persistent]
+        homeless = [entry for entry in entries if is_sidecar(entry.fqn, family)]
+        used = _find_used(homeless, plan.group is not None)
+        items: dict[str, list[Item]] = {"model": [], _SIDECAR: [], f"{OWN_FOLDER}/weights": []}
+        model, sidecar, masters = items.values()
+        for entry, share in zip(
+            entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
+        ):
+            stored = entry.saved_dtype(dtype)
+            shape = entry.info.shape
+            shard = (local_of(entry.tensor), entry.region, share.mine)
+            if is_sidecar(entry.fqn, family):
+                if entry.fqn in used:
+                    sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))
+                continue
+            pieces = checkpoint_pieces(entry.fqn, shape, family)
+            model += [Item.of(piece, stored, *shard) for piece in pieces]
+            if exact and stored.itemsize < entry.dtype.itemsize:
+                masters.append(
+                    Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard)
+                )
+        return [file for stem, held in items.items() if held for file in lay_out(held, stem)]
+
+
 class HFFormat:
     """The model's files in the checkpoints of a run: a Hugging Face folder. Another format
     overrides the methods.
@@ -345,7 +396,7 @@ class HFFormat:
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         """Lay out the weights in files of the format, over this rank's shards."""
-        return model_files(plan, model.config, self._dtype, exact=True)
+        return format_of(model).files(plan, self._dtype, exact=True)
 
     def describe(
         self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]
@@ -378,45 +429,7 @@ def check_layout(plan: Plan) -> list[str]:
             "which no model is saved in. Save the adapters, and merge them: python -m titanlite "
             "export --merge."
         ]
-    own = getattr(plan.model, "checkpoint_format", None)  # not of the native decoder
-    return [] if own is None else own.check(plan)
-
-
-def model_files(
-    plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False
-) -> list[FileLayout]:
-    """Lay out the model's files, the same on all ranks: in the model's order, with Hugging Face's
-    keys.
-
-    Tensors without a key in the architecture go to the titanlite subfolder. With `exact`, so do
-    full-precision copies of parameters that lose bits in `dtype`, for a resumed run.
-
-    Collectives: those of the model's own format, and with pipeline stages one gather of small
-    objects; every rank must call.
-    """
-    if (own := getattr(plan.model, "checkpoint_format", None)) is not None:
-        return own.files(plan, dtype, exact=exact)
-    family = family_of(config)
-    entries = [entry for entry in plan.entries if entry.info.persistent]
-    homeless = [entry for entry in entries if is_sidecar(entry.fqn, family)]
-    used = _find_used(homeless, plan.group is not None)
-    items: dict[str, list[Item]] = {"model": [], _SIDECAR: [], f"{OWN_FOLDER}/weights": []}
-    model, sidecar, masters = items.values()
-    for entry, share in zip(
-        entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
-    ):
-        stored = entry.saved_dtype(dtype)
-        shape = entry.info.shape
-        shard = (local_of(entry.tensor), entry.region, share.mine)
-        if is_sidecar(entry.fqn, family):
-            if entry.fqn in used:
-                sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))
-            continue
-        pieces = checkpoint_pieces(entry.fqn, shape, family)
-        model += [Item.of(piece, stored, *shard) for piece in pieces]
-        if exact and stored.itemsize < entry.dtype.itemsize:
-            masters.append(Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard))
-    return [file for stem, held in items.items() if held for file in lay_out(held, stem)]
+    return format_of(plan.model).check(plan)
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:

@@ -10,9 +10,9 @@ import torch
 from processes import anonymous_bytes
 from safetensors.torch import save_file
 
+from tests.loading import hf_checkpoint
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
 from titanlite.checkpoint.folder import read_header, scale_shape
-from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region, build_plan, materialize
 from titanlite.models.decoder import build_decoder

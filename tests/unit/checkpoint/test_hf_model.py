@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.loading import hf_checkpoint
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import hf_model
-from titanlite.checkpoint.hf_model import hf_checkpoint
 from titanlite.config import ModelConfig
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools.models import load_model

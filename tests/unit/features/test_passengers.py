@@ -9,9 +9,9 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.saving import save_hf_model
+from tests.saving import model_files, save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
-from titanlite.checkpoint.hf_model import model_files, weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
 from titanlite.features import passengers

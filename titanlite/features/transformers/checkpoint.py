@@ -417,7 +417,7 @@ def _convert(
 
 
 class TransformersFormat:
-    """The `checkpoint_format` of a `TransformersModel`."""
+    """The `CheckpointFormat` of a `TransformersModel`."""
 
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
@@ -452,9 +452,7 @@ class TransformersFormat:
         ]
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
-        """Layout of the model's files, as `checkpoint.hf_model.model_files`; its collectives:
-        `transformers_items`.
-        """
+        """Lay out the model's files; collectives as `transformers_items`."""
         entries = saved_entries(plan.entries, self._model)
         shares = share_out(entry.tensor for entry in entries.values())
         mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}

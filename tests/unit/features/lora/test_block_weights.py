@@ -8,8 +8,9 @@ from plain_sources import Checkpoint, StateDictReader
 from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
+from tests.loading import hf_checkpoint
 from titanlite.checkpoint import reader as reader_module
-from titanlite.checkpoint.hf_model import check_layout, hf_checkpoint
+from titanlite.checkpoint.hf_model import check_layout
 from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.block_formats import (

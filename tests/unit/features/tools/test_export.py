@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_transformers import save_tiny
 
+from tests.saving import model_files
 from titanlite.assemble import build_model
-from titanlite.checkpoint.hf_model import model_files, weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.materialize import build_plan
 from titanlite.models.families import any_model_config_from_hf

@@ -16,9 +16,9 @@ from tiny_transformers import mapping_of, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
 
-from tests.saving import save_hf_model
+from tests.saving import model_files, save_hf_model
 from titanlite.base.errors import PlanError
-from titanlite.checkpoint.hf_model import model_files, weights_of
+from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.conversion import ConvertingReader, Traced
 from titanlite.materialize import Read, ReadRequest, Region, materialize
