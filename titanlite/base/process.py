@@ -123,7 +123,8 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, *, lossy: bool) -> None:
-        self.raw_stream, self._dropped = stream, (OSError,) * lossy
+        self.raw_stream = stream
+        self._dropped = (OSError,) * lossy
         if isinstance(stream, io.TextIOWrapper):
             # an ASCII terminal, or bytes of a path that are no UTF-8
             stream.reconfigure(errors="backslashreplace")

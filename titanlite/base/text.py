@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 
-_MOST_NAMES, _MOST_NAME_CHARS, _MOST_ERROR_CHARS = 16, 80, 400
+_MOST_NAMES = 16
+_MOST_NAME_CHARS = 80
+_MOST_ERROR_CHARS = 400
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 

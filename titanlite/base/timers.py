@@ -50,7 +50,8 @@ class StepTimer:
                 self._add(_STEP, self._step_since, now)
         elif phase is not None:
             self._step_since = now
-        self._phase, self._since = phase, now
+        self._phase = phase
+        self._since = now
         self._collect(wait=False)
 
     def mark(self) -> _Mark:
@@ -74,13 +75,15 @@ class StepTimer:
         On CUDA it waits for the events, which have passed already where the caller synchronized.
         """
         self._collect(wait=True)
-        seconds, self._seconds = self._seconds, defaultdict(float)
+        seconds = self._seconds
+        self._seconds = defaultdict(float)
         return dict(seconds)
 
     def read_slowest(self) -> float:
         """Return the seconds of the longest step since the last call; 0 if none has ended."""
         self._collect(wait=True)
-        slowest_s, self._slowest_s = self._slowest_s, 0.0
+        slowest_s = self._slowest_s
+        self._slowest_s = 0.0
         return slowest_s
 
     def _collect(self, *, wait: bool) -> None:

@@ -101,7 +101,8 @@ def write_config(
     source = "of the model" if assets is None else f"from {assets}"
     if isinstance(config, TransformersConfig):
         hf_config, _ = load_config_and_class(config.hf, config.family)
-        hf_config.architectures, hf_config.dtype = [config.architecture], dtype
+        hf_config.architectures = [config.architecture]
+        hf_config.dtype = dtype
         vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
     else:
         hf_config = _native_config(config, token_ids, dtype, assets)

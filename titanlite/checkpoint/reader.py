@@ -203,7 +203,8 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
             raise CheckpointError(
                 f"checkpoint {file}: ended at byte {offset} while it was read; it was cut off."
             )
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 _T = TypeVar("_T")

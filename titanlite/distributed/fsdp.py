@@ -113,7 +113,8 @@ def apply_fsdp(
         fully_shard(
             model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": wide, "ignored_params": others}
         )
-        root, ignored = next(model.children()), ignored | {*model.parameters()} - others
+        root = next(model.children())
+        ignored = ignored | {*model.parameters()} - others
     if ignored:
         shared["ignored_params"] = ignored
     for layer in layers:
@@ -231,7 +232,8 @@ def _experts_need_no_fsdp(
     FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three
     times.
     """
-    d, modules = dims.degrees, [module for experts in units for module in experts]
+    d = dims.degrees
+    modules = [module for experts in units for module in experts]
     casts = any(
         p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters()
     )

@@ -61,7 +61,8 @@ class Guard:
         self._stop_seen: float | None = None
 
     def began(self) -> None:
-        self.failure, self._looked = None, time.monotonic()
+        self.failure = None
+        self._looked = time.monotonic()
 
     def watch(self, pids: Mapping[int, int]) -> None:
         """Look at the ranks, given by their process ids. If one failed or hangs, end all of them.
@@ -187,7 +188,8 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, guard: Guard, folder: str, **options: Any) -> None:
         super().__init__(**options)
-        self._guard, self._folder = guard, folder
+        self._guard = guard
+        self._folder = folder
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         forget_last_start(self._folder)

@@ -59,7 +59,8 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
 
     Ranks that meet again, for another run in the same processes, must not find stale keys.
     """
-    path, number = os.environ.get(STORE_FILE), next(_rendezvous_number)
+    path = os.environ.get(STORE_FILE)
+    number = next(_rendezvous_number)
     if path is None and number == 0:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

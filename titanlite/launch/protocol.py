@@ -186,7 +186,8 @@ def lost_peers(folder: str | Path) -> dict[int, float]:
     """Return the seconds since each rank noted that it has lost a peer, by rank; for the
     launcher.
     """
-    now, found = time.time(), {}
+    now = time.time()
+    found = {}
     for path in Path(folder).glob("lost-*"):
         found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime
     return found

@@ -185,7 +185,8 @@ class LocalRendezvous(RendezvousHandler):
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._starts = parameters.run_id, 0
+        self._run_id = parameters.run_id
+        self._starts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return at once; the ranks that start next inherit the variable with their file."""
@@ -224,7 +225,9 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     """
     if options.standalone or options.nnodes in ("1", "1:1"):  # one machine only, now and later
         rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
-        options.standalone, options.rdzv_backend, options.rdzv_id = False, _LOCAL, str(uuid.uuid4())
+        options.standalone = False
+        options.rdzv_backend = _LOCAL
+        options.rdzv_id = str(uuid.uuid4())
         # not used; without one torchrun warns of its default master_addr
         options.rdzv_endpoint = "localhost"
         return options

@@ -41,7 +41,8 @@ from titanlite.materialize.sources import (
 _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
 # Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the
 # host stays in the cache; a chunk on a device costs eight launches.
-_HOST_CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 22
+_HOST_CHUNK = 1 << 18
+_DEVICE_CHUNK = 1 << 22
 
 _Digests = dict[tuple[str, Region], tuple[int, ...]]  # of shards that other ranks hold too
 
@@ -204,7 +205,8 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None
 
 @torch.no_grad()
 def _fill_one(entry: TensorEntry, seed: int) -> None:
-    source, local = entry.source, local_of(entry.tensor)
+    source = entry.source
+    local = local_of(entry.tensor)
     if isinstance(source, Init) and entry.encoding is not None:
         _draw_encoded(entry, source.recipe, seed)
     elif isinstance(source, Init):
@@ -220,7 +222,8 @@ def _fill_one(entry: TensorEntry, seed: int) -> None:
 
 
 def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
-    region, local = entry.region, local_of(entry.tensor)
+    region = entry.region
+    local = local_of(entry.tensor)
     assert entry.encoding is not None
     done = 0
     for part in region.slabs(max(_DRAWN_AT_ONCE, region.lengths[-1])):  # whole rows
@@ -261,7 +264,8 @@ def verify(plan: Plan) -> None:
 
 
 def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> list[str]:
-    fqn, tensor = entry.fqn, entry.tensor
+    fqn = entry.fqn
+    tensor = entry.tensor
     untied = [name for name in entry.names if current.get(name) is not tensor]
     if untied:
         return [

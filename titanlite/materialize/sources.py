@@ -225,12 +225,14 @@ class Recipe:
             for tile_row in range(row_start // _TILE, -(-row_end // _TILE)):
                 top = tile_row * _TILE
                 height = min(_TILE, total_rows - top)
-                first, last = max(row_start, top), min(row_end, top + height)
+                first = max(row_start, top)
+                last = min(row_end, top + height)
                 band = np.empty((last - first, col_count), dtype=np.float32)
                 for tile_col in range(col_start // _TILE, -(-(col_start + col_count) // _TILE)):
                     left = tile_col * _TILE
                     width = min(_TILE, cols - left)
-                    begin, end = max(col_start, left), min(col_start + col_count, left + width)
+                    begin = max(col_start, left)
+                    end = min(col_start + col_count, left + width)
                     stream = np.random.Philox(key=key, counter=[0, 0, tile_row, tile_col])
                     tile = self.tile(np.random.Generator(stream), height, width)
                     band[:, begin - col_start : end - col_start] = tile[
