@@ -230,6 +230,6 @@ def test_what_is_not_finite_in_the_model_is_found_when_it_is_loaded(
 
     for text in run_ranks(2, rank_main):
         assert (
-            "model.layers.1.mlp.experts.gate_up_proj: not filled, NaN or infinite, in 1 of its blocks "
-            "(nf4)" in text
+            "model.layers.1.mlp.experts.gate_up_proj: not filled, NaN or infinite, in 1 of its "
+            "blocks (nf4)" in text
         )
