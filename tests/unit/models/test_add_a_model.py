@@ -14,21 +14,28 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models import families
 from titanlite.models.decoder import build_decoder
+from titanlite.models.families import part_sizes
 from titanlite.models.families.family import Family
 
 DOC = Path(__file__).parents[3] / "docs" / "add_a_model.md"
 
 
 @pytest.fixture
-def mistral(monkeypatch: pytest.MonkeyPatch) -> Family:
-    blocks = re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.S)
-    assert len(blocks) == 1
-    scope: dict[str, Family] = {}
-    exec(blocks[0], scope)
-    family = scope["FAMILY"]
-    known = {**families.families(), family.name: family}
+def documented(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, ...]:
+    found = []
+    for block in re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.S):
+        assert len(block.splitlines()) < 60
+        scope: dict[str, Family] = {}
+        exec(block, scope)
+        found.append(scope["FAMILY"])
+    known = {**families.families(), **{family.name: family for family in found}}
     monkeypatch.setattr(families, "families", lambda: known)
-    return family
+    return tuple(found)
+
+
+@pytest.fixture
+def mistral(documented: tuple[Family, ...]) -> Family:
+    return documented[0]
 
 
 def test_the_documented_family_matches_transformers(mistral: Family) -> None:
@@ -64,3 +71,37 @@ def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistr
     )
     with pytest.raises(Exception, match="sliding_window = 4096 is not supported"):
         mistral.from_hf({**mistral.to_hf(config), "sliding_window": 4096}, "config.json")
+
+
+def test_the_documented_layers_match_transformers(documented: tuple[Family, ...]) -> None:
+    family = documented[1]
+    config = replace(family.presets["debug"], vocab_size=128, num_layers=4)
+    ours = build_decoder(config)
+    materialize(ours, "cpu", seed=1)
+    assert ours.moe_layer_numbers() == [1, 3]
+    values = {k: v for k, v in ours.state_dict().items() if not k.endswith("expert_bias")}
+    hf_config = transformers.Qwen3MoeConfig(**family.to_hf(config))
+    hf_config._experts_implementation = "eager"
+    theirs = transformers.Qwen3MoeForCausalLM(hf_config).eval()
+    theirs.load_state_dict(values)
+    tokens = torch.arange(40).reshape(2, 20) * 3 % 128
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        actual = ours(tokens)
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
+    names = {name for part in part_sizes(config) for name in part.splits}
+    assert names == {"num_heads", "num_kv_heads", "intermediate_size"}
+
+
+def test_the_documented_layers_are_read_and_other_ones_refused(
+    documented: tuple[Family, ...],
+) -> None:
+    family = documented[1]
+    config = family.presets["debug"]
+    hf = {**family.to_hf(config), "model_type": "qwen3_moe"}
+    with pytest.raises(Exception, match="decoder_sparse_step = 2 is not supported"):
+        families.families()["qwen3_moe"].from_hf(hf, "config.json")
+    with pytest.raises(Exception, match=r"mlp_layer_types = .* is not supported"):
+        families.families()["qwen3_moe"].from_hf(
+            {**hf, "decoder_sparse_step": 1, "mlp_layer_types": ["dense"] + ["sparse"] * 2}, "here"
+        )
