@@ -39,6 +39,7 @@ FAMILIES = {
     "glm4_moe": ["--model.name=glm4_moe"],
     "qwen2": ["--model.name=qwen2"],
     "deepseek_v3": ["--model.name=deepseek_v3", "--model.overrides.attention_bias=true"],
+    "qwen3_next": ["--model.name=qwen3_next"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
@@ -189,6 +190,9 @@ TP2xFSDP2      qwen2                   1
 TP2xEP2        glm4_moe                1
 TP2xEP4        deepseek_v3             1 weekly
 TP2xEP2        deepseek_v3_no_q_latent 1
+FSDP4          qwen3_next              1
+TP2xFSDP2      qwen3_next              1 selective_ac
+EP2xFSDP2      qwen3_next              2 full_ac
 TP2xEP4        dots1                   1 full_ac
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
@@ -212,6 +216,7 @@ PP2xTP2xEP2    dots1_balance_losses    4
 PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=1,2
 PP2xFSDP2      uneven                  4
 PP2xTP2        deepseek_v3             4
+PP2xFSDP2      qwen3_next              4
 PP2xTP2xEP2    muon_dots1              4
 
 FSDP4          deep                    4 once_per_step weekly
@@ -240,6 +245,8 @@ CP2xTP2xEP4    qwen3_moe               2 selective_ac operators weekly
 CP2xTP2        balance_losses          2 full_ac
 CP4            dots1_balance_losses    1
 CP2xTP2xEP4    deepseek_v3             2 selective_ac
+CP2xTP2        qwen3_next              1
+CP2xFSDP2      qwen3_next              2 selective_ac
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2

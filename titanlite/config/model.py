@@ -151,6 +151,22 @@ class ModelConfig:
     routed_scaling_factor: float = size("Factor on the routed experts' weights.", 1.0)
     num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
     num_limited_groups: int = size("Groups a token may choose experts from.", 1)
+    shared_expert_intermediate_size: int = size(
+        "Inner width of a shared expert whose result a gate of the token weighs; 0: there is none.",
+        0,
+    )
+    attention_gate: bool = size(
+        "Each head's result is weighed by a sigmoid of a second query.", False, override=False
+    )
+    norm_offset: float = size("Added to the weights of norms.", 0.0, override=False)
+    full_attention_interval: int = size(
+        "Every how many layers one has attention; others have a gated delta net. 0: all have it.", 0
+    )
+    linear_num_key_heads: int = size("Key heads of a gated delta net.", 0)
+    linear_num_value_heads: int = size("Its value heads, a multiple.", 0)
+    linear_key_head_dim: int = size("Width of its queries and keys.", 0)
+    linear_value_head_dim: int = size("Width of its values.", 0)
+    linear_conv_kernel_dim: int = size("Tokens that its convolution sees.", 0)
 
     @property
     def rotary_dim(self) -> int:

@@ -103,18 +103,24 @@ def apply_fsdp(
     if dims.degrees.stage_size == 1 and not training.enable_cpu_offload:
         ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
-    if len({p.dtype for p in model.parameters() if p.requires_grad and p not in ignored}) > 1:
-        # A unit has one dtype, so what transformers keeps in float32 is the root's. It is small,
-        # and gathered as it is.
-        wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        others = {
-            p for p in model.parameters() if not p.requires_grad or p.dtype != torch.float32
-        } | ignored
+    embedding, head = model.outer_units()
+    trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
+    wide = model.float32_parameters() - ignored if param_dtype != torch.float32 else set()
+    if len({p.dtype for p in trained if p not in wide}) > 1:
+        wide |= {p for p in trained if p.dtype == torch.float32}
+    if wide:
+        # A unit has one dtype, so what is kept in float32 is the root's. It is small, and gathered
+        # as it is.
+        as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        others = {*model.parameters()} - wide
         fully_shard(
-            model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": wide, "ignored_params": others}
+            model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": as_is, "ignored_params": others}
         )
         root = next(model.children())
-        ignored = ignored | {*model.parameters()} - others
+        ignored = ignored | wide
+        tied = [module for module in model.embedding_and_head() if module is not None]
+        if not embedding and len({module.weight for module in tied}) < len(tied):
+            head = tied  # one of them is outside of the new root
     if ignored:
         shared["ignored_params"] = ignored
     for layer in layers:
@@ -125,7 +131,6 @@ def apply_fsdp(
         for experts in units[layer]:
             fully_shard(experts, mesh=dims.expert_fsdp_mesh, **options)
         fully_shard(layer, mesh=dims.fsdp_mesh, **options)
-    embedding, head = model.outer_units()
     if embedding:
         fully_shard(
             embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared

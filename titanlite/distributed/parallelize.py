@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import titanlite.ops.gated_delta  # noqa: F401 - registers its operators
 from titanlite.base.log import logger
 from titanlite.base.process import secure_cache
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
@@ -44,6 +45,7 @@ _KEPT_OPS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.titanlite.grouped_mm.default,
+    torch.ops.titanlite.gated_delta.default,
 )
 
 

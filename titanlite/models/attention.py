@@ -49,10 +49,14 @@ class SelfAttention(Recomputable, Part):
 
     o_proj: Linear
 
+    @property
+    def output(self) -> Linear:
+        return self.o_proj
+
     def forward(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        return self.o_proj(self.run(self.attend, x_BSD, context, cache))
+        return self.output(self.run(self.attend, x_BSD, context, cache))
 
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
@@ -72,27 +76,36 @@ class Attention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.is_gated = config.head_dim, config.attention_gate
         hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        self.q_proj = Linear(hidden, config.num_heads * config.head_dim, bias=bias, std=std)
+        queries = (1 + self.is_gated) * config.num_heads  # a gate of each head follows its query
+        self.q_proj = Linear(hidden, queries * config.head_dim, bias=bias, std=std)
         self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         o_bias = bias and config.attention_output_bias
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
+            if config.qk_norm
+            else None
+            for _ in range(2)
+        )
         self.core_attention = CoreAttention(config.head_dim**-0.5)
 
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        q_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSHK, gate_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim)), None
+        if self.is_gated:
+            q_BSHK, gate_BSHK = q_BSHK.unflatten(2, (-1, 2)).unbind(3)
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = (apply_rope(x, *context.cos_sin) for x in (q_BSHK, k_BSGK))
         out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, context.mask, cache)
+        if gate_BSHK is not None:
+            out_BSHK = out_BSHK * gate_BSHK.sigmoid()
         return out_BSHK.flatten(2)
 
 

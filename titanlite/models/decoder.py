@@ -20,7 +20,7 @@ from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.families import layers_of
 from titanlite.models.families.parts import Layer
-from titanlite.models.interface import Cache, Context, LayerCache, Model
+from titanlite.models.interface import Cache, Context, LayerCache, Model, Part
 from titanlite.models.layers import Embedding, OutputHead, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, build_attention_mask
@@ -44,7 +44,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.blocks = layer
         for block in layer:
-            setattr(self, block.norm, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+            setattr(self, block.norm, norm)
             setattr(self, block.name, block.part.build(config))
 
     def forward(
@@ -73,7 +74,7 @@ class Backbone(nn.Module):
             padding_idx=config.pad_token_id,
         )
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in layers_of(config))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.rotary_emb = RotaryEmbedding(config)
         self.attention_backend: AttentionBackend = "sdpa"
 
@@ -189,6 +190,13 @@ class Decoder(Model):
         for layer in self.moe_layers().values():
             layer.gate.aux_loss_coeff = aux
             layer.gate.z_loss_coeff = z
+
+    def float32_parameters(self) -> set[nn.Parameter]:
+        parts = (module for module in self.modules() if isinstance(module, Part))
+        return {getattr(part, name) for part in parts for name in part.float32}
+
+    def can_cache(self, device: torch.device) -> bool:
+        return all(module.can_cache for module in self.modules() if isinstance(module, Part))
 
     def all_layers(self) -> list[nn.Module]:
         return list(self.model.layers)

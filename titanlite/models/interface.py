@@ -84,9 +84,13 @@ class Part(nn.Module):
     Attributes:
         splits: names of linear layers that tensor parallelism splits, and along which dim of their
             weights: 0 the output, 1 the input. What is not listed is replicated.
+        float32: names of parameters that are kept, and computed with, in float32.
+        can_cache: False: the part keeps nothing in a `LayerCache`.
     """
 
     splits: ClassVar[Mapping[str, int]] = {}
+    float32: ClassVar[Sequence[str]] = ()
+    can_cache: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +149,10 @@ class Model(nn.Module):
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
         """Return the token embedding and the output head."""
         raise NotImplementedError
+
+    def float32_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters that are computed with in float32, whatever the dtype of others."""
+        return set()
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
         """Return the modules of `layer` that hold routed experts."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.config.model import ModelConfig
-from titanlite.materialize.sources import Compute, Init, Normal, Ones, Source, Zeros
+from titanlite.materialize.sources import Compute, Constant, Init, Normal, Source, Zeros
 from titanlite.models.interface import Part
 from titanlite.ops import (
     inverse_frequencies,
@@ -97,16 +97,23 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
+    """RMSNorm with the weight `offset + weight`, which begins at 1."""
+
+    def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def declare_sources(self) -> dict[str, Source]:
-        return {"weight": Init(Ones())}
+        return {"weight": Init(Constant(value=1.0 - self.offset))}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, local_tensor(self.weight), self.eps)
+        weight = local_tensor(self.weight)
+        if not self.offset:
+            return rms_norm(x, weight, self.eps)
+        # bfloat16 has nothing between 1 and 1.008
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(wide), weight.to(wide) + self.offset, self.eps).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.interface import Context, Part, SequencePart
-from titanlite.models.layers import FeedForward, Recomputable, keep
+from titanlite.models.layers import FeedForward, Linear, Recomputable, keep
 from titanlite.ops import (
     group_by_expert,
     grouped_gemm,
@@ -340,6 +340,10 @@ class MoE(Part):
         if config.num_shared_experts:
             width = config.num_shared_experts * config.moe_intermediate_size
             self.shared_experts = FeedForward(config, width)
+        self.shared_expert: FeedForward | None = None
+        if width := config.shared_expert_intermediate_size:
+            self.shared_expert = FeedForward(config, width)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, std=config.initializer_range)
         self.dispatch: TokenDispatcher = dispatch_locally  # expert parallelism replaces it
 
     def forward(
@@ -354,6 +358,8 @@ class MoE(Part):
         # Before the routed experts, so that a recomputation can stop after these, without the
         # all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
+        if self.shared_expert is not None:
+            shared_BSD = self.shared_expert(x_BSD) * self.shared_expert_gate(x_BSD).sigmoid()
         out_TD = self.dispatch(self.experts, x_BSD.flatten(0, 1), scores_Tk, expert_ids_Tk)
         out_BSD = out_TD.view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD, aux_loss

@@ -31,11 +31,12 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(
-                torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1)
-            )
+            # small inputs of a norm would make rounding errors large
+            std = 0.3 if param.dim() < 2 else 1.0 if "conv1d" in name else 0.1
+            param.copy_(torch.randn(param.shape, generator=generator) * std)
             if name.endswith("norm.weight"):
-                param.add_(1.0)
+                begins_at_zero = config.norm_offset and not name.endswith("linear_attn.norm.weight")
+                param.add_(0.0 if begins_at_zero else 1.0)
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias") and family_of(config).expert_bias_key:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.05)

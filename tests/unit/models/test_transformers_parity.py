@@ -48,6 +48,9 @@ VARIATIONS = [
     ("deepseek_v3", {"rope_scaling": YARN, "attention_bias": True}),
     ("glm4_moe_lite", {}),
     ("glm4_moe_lite", {"num_dense_layers": 2, "q_lora_rank": 0, "rope_scaling": YARN}),
+    ("qwen3_next", {}),
+    ("qwen3_next", {"full_attention_interval": 3, "norm_topk_prob": False}),
+    ("qwen3_next", {"linear_num_key_heads": 2, "linear_value_head_dim": 5, "attention_bias": True}),
     ("solar_open", {}),
     ("solar_open", {"attention_bias": True, "num_shared_experts": 2, "norm_topk_prob": False}),
     *(
@@ -130,6 +133,8 @@ def test_random_sizes(tiny, data):
             "moe_intermediate_size": data.draw(st.sampled_from([5, 16])),
             "norm_topk_prob": data.draw(st.booleans()),
         }
+    if family == "qwen3_next":
+        changes["rms_norm_eps"] = 1e-3
     if family in ("deepseek_v3", "glm4_moe_lite"):
         changes |= {
             "num_kv_heads": changes["num_heads"],

@@ -86,9 +86,24 @@ def _list_feed_forwards(config: ModelConfig) -> list[str]:
     return ["dense" if number < dense else "sparse" for number in range(config.num_layers)]
 
 
+def _find_interval(kinds: list[Any]) -> int:
+    """Return the number of the first layer with full attention; without any, transformers'
+    default.
+    """
+    return kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
+
+
+def _list_mixers(config: ModelConfig) -> list[str]:
+    every = config.full_attention_interval or 1
+    return [
+        "linear_attention" if number % every else "full_attention"
+        for number in range(1, config.num_layers + 1)
+    ]
+
+
 _PATTERNS: Mapping[str, _Pattern] = {
     "mlp_layer_types": _Pattern(lambda kinds: kinds.count("dense"), _list_feed_forwards),
-    "layer_types": _Pattern(lambda kinds: 0, lambda config: ["full_attention"] * config.num_layers),
+    "layer_types": _Pattern(_find_interval, _list_mixers),
 }
 
 
@@ -112,6 +127,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "num_heads", "num_kv_heads"), _SIZE),
     **dict.fromkeys(("head_dim", "intermediate_size", "max_position_embeddings"), _SIZE),
     **dict.fromkeys(("num_experts", "num_dense_layers", "num_shared_experts"), _COUNT),
+    "full_attention_interval": _COUNT,
     "num_layers": (1, MOST_LAYERS),
     # the norm of nothing: hidden states would vanish beside the epsilon
     "rms_norm_eps": (_LEAST, 1.0),
@@ -120,6 +136,12 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "routed_scaling_factor": (-1e6, 1e6),
 }
 _MOE_BOUNDS = {"top_k": _SIZE, "moe_intermediate_size": _SIZE}
+_DELTA_BOUNDS = {
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
+    "linear_conv_kernel_dim": (1, 2**10),
+    "shared_expert_intermediate_size": _SIZE,
+}
 _LATENT_BOUNDS = {
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
     "q_lora_rank": (0, 2**27),
@@ -133,6 +155,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
         **_BOUNDS,
         **(_MOE_BOUNDS if config.num_experts > 0 else {}),
         **(_LATENT_BOUNDS if is_latent else {}),
+        **(_DELTA_BOUNDS if config.full_attention_interval else {}),
     }
     problems = [
         f"{name} = {getattr(config, name)} is not between {low} and {high}."
@@ -145,6 +168,11 @@ def check_model_config(config: ModelConfig) -> list[str]:
         problems.append(
             f"num_heads ({config.num_heads}) is not a multiple of num_kv_heads "
             f"({config.num_kv_heads})."
+        )
+    if config.linear_num_value_heads % (config.linear_num_key_heads or 1):
+        problems.append(
+            f"linear_num_value_heads ({config.linear_num_value_heads}) is not a multiple of "
+            f"linear_num_key_heads ({config.linear_num_key_heads})."
         )
     if config.head_dim % 2:
         problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
@@ -191,6 +219,9 @@ def check_model_config(config: ModelConfig) -> list[str]:
     inner = (
         config.intermediate_size
         + (config.num_experts + config.num_shared_experts) * config.moe_intermediate_size
+        + config.shared_expert_intermediate_size
+        + config.linear_num_key_heads * config.linear_key_head_dim
+        + config.linear_num_value_heads * config.linear_value_head_dim
     )
     total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + inner))
     if not problems and total > MOST_PARAMETERS:  # sizes are each possible, but not their product

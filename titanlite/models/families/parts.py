@@ -47,11 +47,26 @@ def _attention_sizes(config: ModelConfig) -> PartSizes:
     )
 
 
+def _gated_delta_sizes(config: ModelConfig) -> PartSizes:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    width = values * config.linear_value_head_dim
+    flops = 6 * config.linear_key_head_dim * width  # k S, k v and q S
+    return PartSizes(
+        splits={"linear_num_key_heads": keys},
+        heads={"key heads of the gated delta net": keys},
+        inputs={"linear_num_value_heads * linear_value_head_dim": width},
+        core_flops=lambda _seq_len: flops,
+    )
+
+
 def _width_sizes(name: str, width: int) -> PartSizes:
     return PartSizes(splits={name: width}, inputs={name: width})
 
 
 def _moe_sizes(config: ModelConfig) -> PartSizes:
+    if config.shared_expert_intermediate_size:
+        name = "shared_expert_intermediate_size"
+        return _width_sizes(name, config.shared_expert_intermediate_size)
     if not config.num_shared_experts:
         return PartSizes()
     width = config.num_shared_experts * config.moe_intermediate_size
@@ -60,6 +75,7 @@ def _moe_sizes(config: ModelConfig) -> PartSizes:
 
 ATTENTION = Part("titanlite.models.attention:Attention", _attention_sizes)
 LATENT_ATTENTION = Part("titanlite.models.attention:LatentAttention", _attention_sizes)
+GATED_DELTA = Part("titanlite.models.gated_delta:GatedDeltaNet", _gated_delta_sizes)
 FEED_FORWARD = Part(
     "titanlite.models.layers:FeedForward",
     lambda config: _width_sizes("intermediate_size", config.intermediate_size),

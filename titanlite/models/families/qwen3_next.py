@@ -1,0 +1,90 @@
+"""Qwen3-Next (Qwen blog, September 2025): of every four layers three have a gated delta net and the
+last one has attention with an output gate; all have experts, and a shared one with a gate.
+
+Norms are zero-centred: their weights begin at 0, and 1 is added. Layers for multi-token prediction
+are neither trained nor saved, as in transformers.
+"""
+
+from dataclasses import replace
+
+from titanlite.config.model import ModelConfig
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
+from titanlite.models.families.parts import ATTENTION, GATED_DELTA, MOE, Block, Layer
+
+_SAME_NAME = (
+    "num_experts",
+    "shared_expert_intermediate_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def _layer(config: ModelConfig, index: int) -> Layer:
+    is_full = (index + 1) % config.full_attention_interval == 0
+    mixer = ("self_attn", ATTENTION) if is_full else ("linear_attn", GATED_DELTA)
+    return Block("input_layernorm", *mixer), Block("post_attention_layernorm", "mlp", MOE)
+
+
+_NEXT = ModelConfig(
+    family="qwen3_next",
+    max_position_embeddings=262144,
+    rope_theta=10000000.0,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    attention_gate=True,
+    norm_offset=1.0,
+    full_attention_interval=4,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    shared_expert_intermediate_size=512,
+)
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    keys={
+        **COMMON_KEYS,
+        **MOE_KEYS,
+        **{name: name for name in _SAME_NAME},
+        "full_attention_interval": "layer_types",
+    },
+    fixed={
+        "qk_norm": True,
+        "score_func": "softmax",
+        "attention_gate": True,
+        "norm_offset": 1.0,
+    },
+    rotates_partially=True,
+    required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    rules=(
+        (
+            lambda config: config.num_experts > 0,
+            "num_experts ({num_experts}) is not positive; only layers with experts are supported.",
+        ),
+    ),
+    layer=_layer,
+    presets={
+        "debug": replace(
+            _NEXT,
+            **DEBUG_EXPERTS,
+            # The first results of a document are small: a norm with less would amplify rounding.
+            rms_norm_eps=1e-3,
+            partial_rotary_factor=0.5,
+            full_attention_interval=2,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            shared_expert_intermediate_size=48,
+        ),
+        "80B-A3B": preset(
+            _NEXT, (2048, 48, 16, 2, 5120), num_experts=512, top_k=10, moe_intermediate_size=512
+        ),
+    },
+)

@@ -1,0 +1,148 @@
+"""Gated delta net (arXiv:2412.06464) of Qwen3-Next: a state per value head in place of keys and
+values.
+
+Single-device code on local tensors, like attention. Inputs of the convolution, gates and states
+belong to heads, so tensor and context parallelism give each rank some of them. What is small and
+stored for all heads (`conv1d`, `A_log`, `dt_bias`) is whole on every rank, which takes its share.
+
+Shapes: B batch, S sequence, D hidden, H key heads, R value heads per key head, G = H R value heads,
+h, g those of a rank, K width of a key, V of a value, J = 2 K + R V inputs of the convolution per
+key head, W taps.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titanlite.config.model import ModelConfig
+from titanlite.materialize.sources import Init, Normal, Ones, Recipe, Source
+from titanlite.models.attention import SelfAttention
+from titanlite.models.interface import Context, Core
+from titanlite.models.layers import Linear, RMSNorm
+from titanlite.ops import local_tensor
+from titanlite.ops.causal_conv import causal_conv
+from titanlite.ops.gated_delta import gated_delta_rule, l2_norm, log_decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogUniform(Recipe):
+    """Logarithm of a uniform draw on [low, high)."""
+
+    low: float
+    high: float
+
+    def tile(self, generator: np.random.Generator, rows: int, cols: int) -> np.ndarray:
+        return np.log(generator.uniform(self.low, self.high, (rows, cols))).astype(np.float32)
+
+
+class Convolution(nn.Module):
+    """Taps (channels, 1, W) of a causal convolution of each channel: those of all queries, of all
+    keys, and of all values.
+    """
+
+    def __init__(self, channels: int, width: int, std: float) -> None:
+        super().__init__()
+        self.weight, self.std = nn.Parameter(torch.empty(channels, 1, width)), std
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {"weight": Init(Normal(std=self.std))}
+
+
+class CoreDelta(Core):
+    """Convolution, gates and delta rule of some heads, without weights of its own."""
+
+    def __init__(self, widths: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.widths = widths  # of queries, keys and values of a key head
+
+    def forward(
+        self,
+        mixed_BShJ: torch.Tensor,
+        gates_BSh2R: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
+        documents_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the heads' outputs (B, S, h, R V)."""
+        taps_hJW, A_log_hR, dt_bias_hR = weights
+        y_BSC = causal_conv(mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1), documents_BS)
+        q_BShK, k_BShK, v_BSh = y_BSC.view_as(mixed_BShJ).split(self.widths, dim=-1)
+        b_BShR, a_BShR = gates_BSh2R.chunk(2, dim=-1)
+        g_BSg = log_decay(a_BShR.flatten(2), A_log_hR.flatten(), dt_bias_hR.flatten())
+        out_BSgV, _ = gated_delta_rule(
+            l2_norm(q_BShK, q_BShK.shape[-1] ** -0.5),
+            l2_norm(k_BShK),
+            v_BSh.unflatten(-1, (b_BShR.shape[-1], -1)).flatten(2, 3),
+            g_BSg,
+            b_BShR.flatten(2).to(g_BSg.dtype).sigmoid(),
+            documents_BS,
+        )
+        return out_BSgV.unflatten(2, (-1, b_BShR.shape[-1])).flatten(3)
+
+
+class GatedDeltaNet(SelfAttention):
+    """Rows of its input projections are stored by key head: [query, key, values, output gates] and
+    [b, a] of each.
+    """
+
+    splits: ClassVar = {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
+    float32: ClassVar = ("A_log", "dt_bias")
+    can_cache: ClassVar = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, std = config.hidden_size, config.initializer_range
+        heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        key, value = config.linear_key_head_dim, config.linear_value_head_dim
+        self.repeats, self.value_dim = value_heads // heads, value
+        self.widths = key, key, self.repeats * value
+        self.in_proj_qkvz = Linear(hidden, heads * (2 * key + 2 * self.widths[2]), std=std)
+        self.in_proj_ba = Linear(hidden, 2 * value_heads, std=std)
+        self.conv1d = Convolution(heads * sum(self.widths), config.linear_conv_kernel_dim, std)
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(value_heads, dtype=torch.float32)) for _ in range(2)
+        )
+        self.norm = RMSNorm(value, config.rms_norm_eps)
+        self.out_proj = Linear(value_heads * value, hidden, std=std)
+        self.core = CoreDelta(self.widths)
+
+    @property
+    def output(self) -> Linear:
+        return self.out_proj
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {
+            "A_log": Init(LogUniform(low=0.01, high=16.0), dtype=torch.float32),
+            "dt_bias": Init(Ones(), dtype=torch.float32),
+        }
+
+    def attend(self, x_BSD: torch.Tensor, context: Context, cache: Any = None) -> torch.Tensor:
+        values = self.widths[2]
+        projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
+        mixed_BSHJ, z_BSH = projected.split([sum(self.widths), values], dim=-1)
+        gates_BSH2R = self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
+        documents_BS = context.documents_BS
+        out_BSH = self.core(mixed_BSHJ, gates_BSH2R, self._weights_of_share(), documents_BS)
+        out_BSHRV, z_BSHRV = (x.unflatten(-1, (-1, self.value_dim)) for x in (out_BSH, z_BSH))
+        normed_BSHRV = self.norm(out_BSHRV)
+        wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSD.dtype).flatten(2)
+
+    def _weights_of_share(self) -> tuple[torch.Tensor, ...]:
+        """Return taps (h, J, W), A_log and dt_bias (h, R) of the heads that this rank has in the
+        core.
+        """
+        A_log_HR, dt_bias_HR = (
+            local_tensor(param).unflatten(0, (-1, self.repeats))
+            for param in (self.A_log, self.dt_bias)
+        )
+        heads = len(A_log_HR)
+        taps_CW = local_tensor(self.conv1d.weight).squeeze(1)
+        by_kind = taps_CW.split([heads * width for width in self.widths])
+        taps_HJW = torch.cat([taps.unflatten(0, (heads, -1)) for taps in by_kind], dim=1)
+        part, parts = self.core.share
+        mine = slice(part * heads // parts, (part + 1) * heads // parts)
+        return taps_HJW[mine], A_log_HR[mine], dt_bias_HR[mine]
