@@ -4,11 +4,13 @@ of float32's.
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed.grads import reduce_replicated_grads
+from titanlite.models.gated_delta import CoreDelta
 from titanlite.models.moe import Experts
 
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -57,3 +59,38 @@ def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes
         assert (
             products / sum(grad.square().sum() for grad in exact.values())
         ).item() == pytest.approx(1, abs=0.005)
+
+
+DELTA = ["--model.name=qwen3_next", BF16]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overrides"),
+    [
+        ("FSDP4", []),
+        ("TP2xFSDP2", ["--training.dtype=bfloat16"]),
+        ("CP2xFSDP2", []),
+        ("FSDP4", ["--model.overrides.tie_word_embeddings=true"]),
+    ],
+)
+def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, overrides):
+    def forward(degrees, *options):
+        sizes = f"--training.local_batch_size={8 // degrees.dp}"
+        trainer, dtypes = assemble(checked(degrees, *DELTA, sizes, *options)), set()
+        for module in trainer.model.modules():
+            if isinstance(module, CoreDelta):
+                module.register_forward_pre_hook(
+                    lambda _, args: dtypes.add((args[0].dtype, *(w.dtype for w in args[2])))
+                )
+        (batch,) = trainer.parts.loader.micro_batches(0)
+        losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+        losses.cross_entropy.backward()
+        total = losses.cross_entropy.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / degrees.ranks_per_sequence, dtypes
+
+    expected, _ = run_ranks(1, lambda: forward(Degrees()))[0]
+    for total, dtypes in run_ranks(4, lambda: forward(meshes[mesh], *overrides)):
+        assert dtypes == {(*[torch.bfloat16] * 2, *[torch.float32] * 2)}
+        if "tie" not in " ".join(overrides):
+            assert total == pytest.approx(expected, rel=2e-3)

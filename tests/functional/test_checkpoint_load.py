@@ -30,6 +30,7 @@ FAMILIES = {
     "glm4_moe": ["--model.name=glm4_moe"],
     "deepseek_v3": ["--model.name=deepseek_v3"],
     "qwen2": ["--model.name=qwen2"],
+    "qwen3_next": ["--model.name=qwen3_next"],
 }
 UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
@@ -106,9 +107,9 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
             )
         return drawn
 
-    # The one thing that a Qwen3-MoE checkpoint may lack is the bias that its architecture does not
-    # have.
-    allowed = jobs[one].model_config.num_layers if family == "qwen3_moe" else 0
+    # The one thing that a checkpoint of Qwen's experts may lack is the bias that its architecture
+    # does not have.
+    allowed = jobs[one].model_config.num_layers if family in ("qwen3_moe", "qwen3_next") else 0
     for names, world_size in (([one], 1), (others, 4)):
         for drawn in run_ranks(world_size, rank_main, names):
             assert drawn == dict.fromkeys(names, allowed), (

@@ -116,8 +116,9 @@ def apply_fsdp(
         fully_shard(
             model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": as_is, "ignored_params": others}
         )
+        sharded = {*model.parameters()} - others  # which took the places of `wide`
         root = next(model.children())
-        ignored = ignored | wide
+        ignored = ignored | sharded
         tied = [module for module in model.embedding_and_head() if module is not None]
         if not embedding and len({module.weight for module in tied}) < len(tied):
             head = tied  # one of them is outside of the new root

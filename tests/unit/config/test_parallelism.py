@@ -14,7 +14,7 @@ from titanlite.config.parallelism import (
     resolve_global_batch_size,
 )
 from titanlite.config.schema import ParallelismSection
-from titanlite.models.families import part_sizes
+from titanlite.models.families import families, part_sizes
 
 MODEL = ModelConfig(
     vocab_size=96,
@@ -148,3 +148,18 @@ def test_a_resumed_run_keeps_its_batch(before, of_ranks):
     assert {
         dp: resolve_global_batch_size(job, dp, 2.0, 10_000, before) for dp in of_ranks
     } == of_ranks
+
+
+def test_each_part_says_which_heads_cannot_be_exchanged():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    model = replace(families()["qwen3_next"].presets["debug"], **sizes)
+    assert problems(model, Degrees(cp=2)) == problems(model, Degrees(tp=2)) == []
+    assert problems(model, Degrees(cp=2, tp=2)) == [
+        "parallelism: context_parallel_degree (2) does not divide the 1 key heads of the gated "
+        "delta net, that tensor_parallel_degree (2) leaves: inside a layer each rank has some of "
+        "them. Lower one of the degrees."
+    ]
+    assert problems(model, Degrees(tp=4)) == [
+        "parallelism: tensor_parallel_degree (4) does not divide num_kv_heads (2).",
+        "parallelism: tensor_parallel_degree (4) does not divide linear_num_key_heads (2).",
+    ]

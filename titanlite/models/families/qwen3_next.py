@@ -64,6 +64,10 @@ QWEN3_NEXT = Family(
     required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     rules=(
         (
+            lambda config: config.full_attention_interval > 0,
+            "full_attention_interval ({full_attention_interval}) is not positive.",
+        ),
+        (
             lambda config: config.num_experts > 0,
             "num_experts ({num_experts}) is not positive; only layers with experts are supported.",
         ),

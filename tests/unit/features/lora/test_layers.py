@@ -62,7 +62,9 @@ def one_rank(run_ranks):
     return lambda function: run_ranks(1, function)[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3", "qwen3_next"]
+)
 def test_only_adapters_are_trained(tiny, family):
     config = tiny.config(family)
     model, _ = build(config)
@@ -75,6 +77,8 @@ def test_only_adapters_are_trained(tiny, family):
     expected = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if family == "deepseek_v3":
         expected = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    if family == "qwen3_next":
+        expected |= {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"}
     expected |= {"gate_proj", "up_proj", "down_proj"} if family != "qwen3_moe" else set()
     assert leaves == expected | ({"experts"} if config.num_experts else set())
 
