@@ -14,7 +14,6 @@ from titanlite.base.log import logger
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.materialize.layout import local_of
-from titanlite.train_step import TrainStep
 
 SLEEP_S = 0.8
 DATA = 2  # step in which something goes wrong
@@ -124,60 +123,6 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
         assert tokens == pytest.approx(rows * length * (1 - shares[step]), rel=1e-9)
     flops = [point["throughput/tflops_per_gpu"] * point["time/step_s"] for point in points.values()]
     assert flops == pytest.approx([flops[0]] * 3, rel=1e-9), "padding is computed, too"
-
-
-def test_a_spike_between_log_steps_leaves_its_value_and_its_step(
-    run_ranks, checked, tmp_path, monkeypatch
-):
-    """One step of four has a large loss, another one a large gradient, a third is slow, and later
-    one is not finite.
-    """
-    overrides = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=4"]
-    job = checked(Degrees(dp_shard=2), *overrides, "--training.on_nonfinite=skip")
-    original = TrainStep.train_step
-
-    def train_step(trainer, batches):
-        if trainer.step == 7:
-            time.sleep(SLEEP_S)
-        result = original(trainer, batches)
-        if trainer.step == 6:
-            result.loss.mul_(10)
-        if trainer.step == 7:
-            result.grad_norm.mul_(100)
-        if trainer.step == 10:
-            result.loss.fill_(float("nan"))
-            result.grad_norm.fill_(float("inf"))
-        done.append((result.loss.item(), result.grad_norm.item()))
-        return result
-
-    monkeypatch.setattr(TrainStep, "train_step", train_step)
-    done = []
-
-    def rank_main():
-        assemble(job).train()
-        return done
-
-    losses, norms = zip(*run_ranks(2, rank_main)[0], strict=True)
-    points = {point["step"]: point for point in read(tmp_path / "run", "metrics.jsonl")}
-    assert list(points) == [1, 4, 8, 12]
-    for step, first in ((1, 1), (4, 2), (8, 5)):
-        point, window = points[step], slice(first - 1, step)
-        assert point["loss/train_max"] == pytest.approx(max(losses[window]))
-        assert point["grad_norm_max"] == pytest.approx(max(norms[window]))
-        assert point["grad_norm"] == pytest.approx(norms[step - 1]), (
-            "that of the step itself, as before"
-        )
-        assert point["loss/train"] == pytest.approx(sum(losses[window]) / len(losses[window]))
-        # What no phase covers, the mean has and the longest step has not: a few lines of Python.
-        assert point["time/step_max_s"] > 0.9 * point["time/step_s"]
-    assert (points[8]["loss/train_max_step"], points[8]["grad_norm_max_step"]) == (6, 7)
-    slow, mean = points[8]["time/step_max_s"], points[8]["time/step_s"]
-    assert slow > SLEEP_S and slow > mean + SLEEP_S / 2
-    for name in ("loss/train_max", "grad_norm_max"):
-        assert (points[12][name], points[12][f"{name}_step"]) == (None, 10), (
-            "null: a value that is not finite"
-        )
-    assert points[12]["loss/train"] == pytest.approx((losses[8] + losses[10] + losses[11]) / 3)
 
 
 def test_experts_that_get_no_token_are_warned_of_once(run_ranks, checked, tmp_path):

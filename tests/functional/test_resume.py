@@ -4,7 +4,6 @@ another.
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,10 @@ from safetensors.torch import load_file
 from tests.functional.conftest import train_to_the_end
 from tests.saving import whole as all_values
 from titanlite.assemble import assemble
-from titanlite.base.log import logger
 from titanlite.checkpoint.commit import check_folder
-from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config.parallelism import Degrees
 from titanlite.features.muon import muon_matrices
 from titanlite.features.record.run_files import count_bytes
-from titanlite.optim.expert_bias import AUX_LOSS_COEFF
 
 # after an even number of steps the biases of experts may be zero again, and are not saved
 HALF, ALL = 3, 5
@@ -347,63 +343,3 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
         == said[1]
         == pytest.approx(sum(file.stat().st_size for file in files) - headers, rel=1e-3)
     )
-
-
-def test_the_default_balance_loss_is_of_new_models_and_stays_that_of_a_run(
-    run_ranks, checked, tmp_path
-):
-    """Older checkpoints had none; a model that is trained on has none; what is set wins."""
-    unset = [
-        "--moe.expert_bias_update_rate=none",
-        "--training.steps=2",
-        "--lr_scheduler.warmup_steps=0",
-    ]
-
-    def run(folder, *overrides, train=False):
-        job = checked(Degrees(), *unset, f"--job.dump_folder={tmp_path / folder}", *overrides)
-
-        def rank_main():
-            said = []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    logger,
-                    "info",
-                    lambda text, *values: said.append(text % values if values else text),
-                )
-                trainer = assemble(job)
-            if train:
-                trainer.train()
-            return trainer.parts.run.job.moe.aux_loss_coeff, [
-                line for line in said if line.startswith("moe: experts")
-            ]
-
-        ((found, said),) = run_ranks(1, rank_main)
-        logged.extend(said)
-        return found
-
-    logged = []
-    assert run("new", train=True) == AUX_LOSS_COEFF
-    step = tmp_path / "new/checkpoint/step-2"
-    assert (
-        tomllib.loads((tmp_path / "new/config.toml").read_text())["moe"]["aux_loss_coeff"]
-        == AUX_LOSS_COEFF
-    )
-    assert run("new") == AUX_LOSS_COEFF
-    balanced = f"moe: experts are balanced with moe.aux_loss_coeff = {AUX_LOSS_COEFF:g}, "
-    assert logged == [
-        f"{balanced}the default from random weights",
-        f"{balanced}as when the run began",
-    ]
-    assert "settings changed" not in (tmp_path / "new/events.jsonl").read_text()
-    assert run("new", "--moe.aux_loss_coeff=0") == 0
-    assert run("off", "--moe.aux_loss_coeff=0") == 0
-    tuned = [
-        f"--checkpoint.initial_load_path={step}",
-        "--model.flavor=",
-        "--model.overrides.vocab_size=none",
-    ]
-    assert run("tuned", *tuned, "--model.overrides.num_layers=none") is None
-    assert run("set", "--moe.aux_loss_coeff=0.05", train=True) == 0.05 and run("set") == 0.05
-    state = step / STATE_FILE
-    state.write_text(state.read_text().replace("moe.aux_loss_coeff", "older.versions.had"))
-    assert run("new", "--checkpoint.verify_checksums=false") == 0

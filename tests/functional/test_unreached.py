@@ -2,28 +2,22 @@
 as trained.
 """
 
-import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.functional.conftest import train_steps, train_to_the_end
+from tests.functional.conftest import train_steps
 from titanlite.assemble import assemble
-from titanlite.config import load_config
 from titanlite.distributed.grads import find_unreached
 from titanlite.features.record.unreached import describe_unreached
-from titanlite.preflight import check
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import sweep_transformers
 
 CPU = torch.device("cpu")
 
@@ -143,77 +137,3 @@ def test_a_stage_without_a_gradient_is_found_on_all_ranks(
         return trainer.parts.stepper.unreached
 
     assert run_ranks(4, rank_main) == [["idle"]] * 4
-
-
-def configure(name, folder, config_file):
-    """Write a tiny config.json of type `name`; return a job's file, and sizes of what transformers
-    never reaches.
-    """
-    import transformers
-
-    with sweep_transformers.quiet():
-        config = sweep_transformers.shrink(transformers.CONFIG_MAPPING[name], name)
-        config.vocab_size = 310
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-    ids = torch.arange(3, 35).unsqueeze(0)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    without = {
-        n: p.numel() for n, p in model.named_parameters() if p.requires_grad and p.grad is None
-    }
-    settings = config_file.read_text()
-    file = folder / "job.toml"
-    file.write_text(
-        f'[model]\nhf_assets_path = "{folder}"\n{settings[settings.index("[training]") :]}'
-    )
-    return file, without
-
-
-def warnings_in(folder):
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [(event["step"], event["text"]) for event in events if event["kind"] == "unreached"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32"])
-def test_indexers_are_named_once_and_are_not_counted_as_trained(
-    run_ranks, config_file, tmp_path, name
-):
-    file, without = configure(name, tmp_path, config_file)
-    assert without and all(".indexer." in name for name in without)
-    folder = tmp_path / "run"
-    shared = [
-        "--config",
-        str(file),
-        "--moe.expert_bias_update_rate=none",
-        "--checkpoint.interval=2",
-    ]
-    job = check(load_config([*shared, f"--job.dump_folder={folder}", "--training.steps=4"]), 2)
-    run_ranks(2, lambda: train_to_the_end(job))
-    ((step, warning),) = warnings_in(folder)
-    lost = sum(without.values())
-    assert step == 1 and f"{len(without)} tensors ({lost:,} elements) had no gradient" in warning
-    assert "layers.*.self_attn.indexer." in warning
-    facts = json.loads((folder / "environment.json").read_text())
-    assert facts["parameters"] - facts["trained"] == lost
-    tensors = load_file(folder / "checkpoint/step-4/model.safetensors")
-    if name != "glm_moe_dsa":
-        return
-
-    resumed, frozen = tmp_path / "resumed", tmp_path / "frozen"
-    for other in (resumed, frozen):
-        shutil.copytree(folder / "checkpoint/step-2", other / "checkpoint/step-2")
-    again = check(load_config([*shared, f"--job.dump_folder={resumed}", "--training.steps=4"]), 1)
-    run_ranks(1, lambda: train_to_the_end(again))
-    found = load_file(resumed / "checkpoint/step-4/model.safetensors")
-    assert all(torch.allclose(found[key], tensors[key], atol=1e-6) for key in tensors)
-    freeze = "--optimizer.freeze=*.indexer.*"
-    quiet = check(
-        load_config([*shared, f"--job.dump_folder={frozen}", "--training.steps=4", freeze]), 2
-    )
-    run_ranks(2, lambda: train_to_the_end(quiet))
-    assert warnings_in(frozen) == [] and len(warnings_in(resumed)) == 1
-    assert json.loads((frozen / "environment.json").read_text())["trained"] == facts["trained"]
-    found = load_file(frozen / "checkpoint/step-4/model.safetensors")
-    assert [key for key in tensors if not torch.equal(found[key], tensors[key])] == []

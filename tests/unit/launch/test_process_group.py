@@ -44,17 +44,6 @@ def test_a_port_that_is_taken_may_be_free_at_the_next_start(monkeypatch):
     assert f" and port {port}: " in str(error) and "MASTER_PORT to a free port." in str(error)
 
 
-def test_the_interface_is_chosen_unless_the_user_names_one(monkeypatch):
-    monkeypatch.setattr(process_group, "find_interface", lambda host: f"towards-{host}")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    process_group._choose_interfaces()
-    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    process_group._choose_interfaces()
-    assert process_group.os.environ["GLOO_SOCKET_IFNAME"] == "towards-node0"
-    process_group.os.environ.pop("GLOO_SOCKET_IFNAME")
-
-
 @pytest.mark.parametrize(
     ("world_size", "on_this_machine", "expected"),
     [("4", "4", "lo"), ("1", None, "lo"), (None, None, "lo"), ("4", None, None)],

@@ -4,14 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
-from titanlite.launch import protocol
-from titanlite.launch.protocol import is_stop_requested, request_stop, was_asked_to_stop
+from titanlite.launch.protocol import request_stop, was_asked_to_stop
 
 ROOT = Path(__file__).parents[3]
 # A rank that stops in good order says so; a stuck one waits for something that never comes, as for
@@ -31,40 +29,6 @@ while not protocol.is_stop_requested():
 print("stops", flush=True)
 time.sleep(float(sys.argv[2]))
 """
-
-
-@pytest.fixture
-def requested(monkeypatch):
-    monkeypatch.delenv(NOTICE_FOLDER, raising=False)
-    event = threading.Event()
-    monkeypatch.setattr(protocol, "stop_requested", event)
-    return event
-
-
-def test_without_a_launcher_the_signal_decides(requested):
-    assert not is_stop_requested()
-    requested.set()
-    assert is_stop_requested()
-
-
-def test_with_a_launcher_its_note_decides(requested, tmp_path, monkeypatch):
-    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
-    assert not is_stop_requested()
-    requested.set()
-    assert not is_stop_requested()
-    request_stop(str(tmp_path))
-    assert is_stop_requested()
-    monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path / "gone"))
-    assert not is_stop_requested()
-
-
-def test_first_request_stops_and_the_next_ones_abort(tmp_path):
-    folder = str(tmp_path)
-    assert request_stop(folder)
-    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
-    assert not request_stop(folder)
-    assert {path.name for path in tmp_path.iterdir()} == {"stop", "abort"}
-    assert not request_stop(folder)
 
 
 def start_rank(kind="free", linger_s=0, folder=None):
