@@ -4,12 +4,10 @@ one message.
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
 from processes import run_to_end
-from safetensors.torch import load_file
 
 from titanlite.checkpoint.train_state import STATE_FILE
 
@@ -65,34 +63,6 @@ def train(home, server):
 
 
 MODEL = '[model]\npath = "model"\n'
-
-
-def resolved(home):
-    return tomllib.loads((home / "outputs/mine/config.toml").read_text())
-
-
-@pytest.mark.parametrize(
-    ("data", "more", "kind", "lr"),
-    [
-        ("chats.jsonl", "", "examples", 2e-5),
-        ("chats.jsonl", "[lora]\nrank = 4\n", "examples", 2e-4),
-        ("pairs.jsonl", '[training]\nobjective = "dpo"\n', "examples", 5e-7),
-        ("book.txt", "", "text", 2e-5),
-    ],
-)
-def test_a_model_and_a_file_are_a_configuration(train, home, data, more, kind, lr):
-    train(f'{MODEL}[data]\npath = "{data}"\n{more}', "--training.steps=2")
-    settings = resolved(home)
-    assert (settings["data"]["dataset"], settings["optimizer"]["lr"]) == (kind, lr)
-    assert settings["optimizer"]["weight_decay"] == 0
-    saved = home / "outputs/mine/checkpoint/step-2"
-    before, after = load_file(home / "model/model.safetensors"), saved / "model.safetensors"
-    if after.exists():  # of adapters the model is not written
-        moved = {
-            name: (tensor.float() - before[name].float()).abs().max()
-            for name, tensor in load_file(after).items()
-        }
-        assert 0 < max(moved.values()) < 10 * lr, "it began with these weights"
 
 
 def test_a_folder_is_of_one_run(train, home):

@@ -187,7 +187,6 @@ def cache(tmp_path, monkeypatch):
             for name in ("flops", "intra-node-gbps", "memory-gib")
         ),
         ([*TINY, "--gpus=h100x8"], "--gpus=h100x8: not a number of GPUs. Write --gpus=8xh100"),
-        ([*TINY, "--gpus=0xh100"], "--world-size=0: a run has at least 1 rank."),
         (
             [*TINY, "--gpus=3xh100"],
             "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)",
@@ -196,16 +195,12 @@ def cache(tmp_path, monkeypatch):
             [*TINY, "--sweep", "--world-size=6", "--parallelism.pipeline_parallel_degree=4"],
             "not divide the world size",
         ),
-        ([*TINY, "--world-size=4", "--training.step=1"], "did you mean 'training.steps'?"),
         ([*TINY, "--world_sise=4"], "--world_sise"),
-        ([*TINY, "--world-size=4", "--objective=dop"], "dop"),
         ([], "plan: nothing to plan. Write --model=Qwen/Qwen3-8B --gpus=8xh100, or --config FILE."),
-        (["--config=/nowhere.toml"], "/nowhere.toml: no such file."),
         (
             ["--model=Qwen/Qwen3-8B", "--training.seq_len=0"],
             "override '--training.seq_len=0': training.seq_len",
         ),
-        (["--model=/nowhere"], "model.path: /nowhere/config.json does not exist."),
     ],
 )
 def test_refusals(arguments, message, capsys):

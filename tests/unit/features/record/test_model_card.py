@@ -6,7 +6,7 @@ from titanlite.checkpoint import Progress
 from titanlite.config import JobConfig
 from titanlite.config.data import DataSection
 from titanlite.config.schema import CheckpointSection
-from titanlite.features.record.publish import render_merge_card, render_model_card
+from titanlite.features.record.publish import render_model_card
 from titanlite.metrics.point import Results
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
@@ -78,26 +78,3 @@ def test_license_of_the_base_model_is_metadata(tmp_path):
     for broken in (b"\xff---\nlicense: mit\n---\n", b"---\nlicense: mit", b"no header"):
         (tmp_path / "README.md").write_bytes(broken)
         assert ModelCard(make_card(checkpoint=section)).data.license is None
-
-
-def test_a_merged_model_has_data_of_the_adapters_and_the_model_of_the_hub_that_they_were_trained_on(
-    tmp_path,
-):
-    folder = tmp_path / HUB.lstrip("/")
-    folder.mkdir(parents=True)
-    (folder / "README.md").write_text("---\nlicense: apache-2.0\ndatasets:\n- other/data\n---\n")
-    section = CheckpointSection(initial_load_path=str(folder))
-    (tmp_path / "README.md").write_text(
-        make_card(checkpoint=section, data=DataSection(path="openai/gsm8k@main"))
-    )
-    text = render_merge_card(
-        folder, tmp_path, family="qwen3", dtype="bfloat16", rank=8, scaling=2.0
-    )
-    card = ModelCard(text)
-    assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["openai/gsm8k"]
-    assert card.data.license == "apache-2.0" and card.data.tags == ["titanlite"]
-    assert (
-        "rank 8 (factor 2) merged into [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)"
-        in text
-    )
-    assert "- fingerprint: 960 examples, seed 42" in text and "with 1.2 M parameters" not in text
