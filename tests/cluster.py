@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from processes import kill_tree
@@ -16,7 +15,7 @@ TIMEOUT_S = 240  # a wait takes 10 s on 2 idle cores, or, for several machines, 
 SHOWN = 6000  # characters of an output that a failure shows
 
 
-def variables_of(pid: int) -> dict[str, str]:
+def variables_of(pid):
     """Return the environment that a process was started with."""
     return dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
 
@@ -33,12 +32,12 @@ class Launched:
 
     def __init__(
         self,
-        command: Sequence[str | os.PathLike[str]],
+        command,
         *,
-        env: Mapping[str, str],
-        cwd: Path = ROOT,
-        joined: bool = False,
-    ) -> None:
+        env,
+        cwd=ROOT,
+        joined=False,
+    ):
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -49,7 +48,7 @@ class Launched:
             process_group=0,
         )
         streams = [self.process.stdout] if joined else [self.process.stdout, self.process.stderr]
-        self._lines: list[list[str]] = [[], []]
+        self._lines = [[], []]
         self._readers = [
             threading.Thread(target=self._read, args=pair, daemon=True)
             for pair in zip(streams, self._lines, strict=False)
@@ -57,28 +56,26 @@ class Launched:
         for reader in self._readers:
             reader.start()
 
-    def _read(self, stream, lines: list[str]) -> None:
+    def _read(self, stream, lines):
         with stream:
             lines.extend(stream)
 
     @property
-    def out(self) -> str:
+    def out(self):
         return "".join(self._lines[0])
 
     @property
-    def err(self) -> str:
+    def err(self):
         return "".join(self._lines[1])
 
-    def report(self) -> str:
+    def report(self):
         return f"{self.out[-SHOWN:]}\n{self.err[-SHOWN:]}"
 
-    def steps(self) -> list[int]:
+    def steps(self):
         """Return the steps whose lines the log has, in its order."""
         return [int(step) for step in re.findall(r"step +(\d+)/\d+  +loss", self.out)]
 
-    def wait_for(
-        self, what: str, condition: Callable[[], object], timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def wait_for(self, what, condition, timeout_s=TIMEOUT_S):
         """Wait until `condition()` is true; an end of the launcher before that is a failure."""
         end = time.monotonic() + timeout_s
         while not condition():
@@ -87,10 +84,10 @@ class Launched:
             assert time.monotonic() < end, f"no {what} within {timeout_s} s:\n{self.report()}"
             time.sleep(0.02)
 
-    def wait_for_step(self, step: int) -> None:
+    def wait_for_step(self, step):
         self.wait_for(f"step {step}", lambda: max(self.steps(), default=0) >= step)
 
-    def end(self, timeout_s: float = TIMEOUT_S) -> int:
+    def end(self, timeout_s=TIMEOUT_S):
         """Return the exit code, once the launcher and all of its ranks have ended by themselves.
 
         A rank that is left keeps the streams open, which is a failure.
@@ -104,13 +101,13 @@ class Launched:
             assert not reader.is_alive(), f"ended with {code}, a rank is left:\n{self.report()}"
         return code
 
-    def kill(self) -> None:
+    def kill(self):
         """End the launcher and its ranks at the same moment, as a loss of power does."""
         kill_tree(self.process.pid)
         self.process.wait()
 
 
-def rank_pids(launcher: int) -> list[int]:
+def rank_pids(launcher):
     """Return the processes of the ranks that a launcher has started, in their order."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -123,7 +120,7 @@ def rank_pids(launcher: int) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-def launch_two_ranks(config: Path, dump: Path, *overrides: str) -> Launched:
+def launch_two_ranks(config, dump, *overrides):
     """Start `python -m titanlite.launch` with 2 ranks that train until they are told to stop."""
     launcher = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
     training = ["-m", "titanlite.rank", "--config", str(config), f"--job.dump_folder={dump}"]

@@ -12,12 +12,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ settings.load_profile("titanlite")
 FAST_CASES = 3  # of each test under --fast
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     text = (
         f"of each test at most {FAST_CASES} cases, spread over its parameters, and none that is "
         "marked slow"
@@ -62,14 +60,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     kept = {
         item
         for item in items
         if config.getoption("--full") or item.get_closest_marker("full") is None
     }
     if config.getoption("--fast"):
-        cases: dict[str, list[pytest.Item]] = {}
+        cases = {}
         for item in items:
             if item in kept and item.get_closest_marker("slow") is None:
                 cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -82,13 +80,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item in kept]
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
     with torch.device("meta"):
         torch.empty(0)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What was imported is looked at by the collector no more: not here, and not in forked ranks,
     whose memory stays this process's until they write to it. An eighth of the time of tests with
     ranks.
@@ -98,13 +96,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers() -> None:
+def same_random_numbers():
     """In every run and in every order of the tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def own_environment() -> Iterator[None]:
+def own_environment():
     """Undo what a test does to the environment. The server of ranks serves no process that would
     import otherwise.
     """
@@ -113,7 +111,7 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_logger() -> Iterator[None]:
+def own_logger():
     """What a test does to the package's logger is undone after it.
 
     Handlers write to streams that are closed then. And pytest puts its own handlers on a logger
@@ -129,16 +127,14 @@ def own_logger() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[..., list[Any]]:
+def run_ranks():
     """`run_ranks(world_size, function, *args, timeout_s=300)` -> what `function(*args)` returned on
     each rank.
     """
     return _run_ranks
 
 
-def _run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300
-) -> list[Any]:
+def _run_ranks(world_size, function, *args, timeout_s=300):
     """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect
     the results.
 
@@ -160,7 +156,7 @@ class Ranks:
     What a call imports and caches is there for the next one, which takes half the time.
     """
 
-    def __init__(self, world_size: int, function: Callable[..., Any]) -> None:
+    def __init__(self, world_size, function):
         self._folder = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
@@ -174,7 +170,7 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(pipe)
 
-    def call(self, *args: Any, timeout_s: float = 300) -> list[Any]:
+    def call(self, *args, timeout_s=300):
         """What `function(*args)` returns on each rank; `args` are pickled. After an error there is
         no other call.
         """
@@ -182,7 +178,7 @@ class Ranks:
         for pipe in self._pipes:
             with suppress(OSError):  # it died, and reading says so
                 pipe.send(args)
-        results: dict[int, Any] = {}
+        results = {}
         world_size, deadline = len(self._pipes), time.monotonic() + timeout_s
         while len(results) < world_size:
             pending = [self._pipes[rank] for rank in range(world_size) if rank not in results]
@@ -202,7 +198,7 @@ class Ranks:
         self.is_usable = True
         return [results[rank] for rank in range(world_size)]
 
-    def end(self) -> None:
+    def end(self):
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -210,9 +206,7 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _rank_main(
-    rank: int, world_size: int, folder: Path, pipe: Any, function: Callable[..., Any]
-) -> None:
+def _rank_main(rank, world_size, folder, pipe, function):
     # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.environ.update(

@@ -30,7 +30,6 @@ the white space between words; a line of only `...` stands for any others.
 import re
 import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
 
 _MARK = re.compile(r"<!-- (run|output|file)(?:: (.*?))? -->")
 _OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
@@ -58,7 +57,7 @@ class Block:
     files: dict[str, str] = field(default_factory=dict)
 
     @property
-    def script(self) -> str:
+    def script(self):
         """What is run."""
         text = self.text
         for pair in self.options.get("replace", "").split():
@@ -78,7 +77,7 @@ class Block:
         ]
         return "\n".join(filter(None, [*files, self.options.get("prepare"), text]))
 
-    def missing_lines(self, output: str) -> list[str]:
+    def missing_lines(self, output):
         """Lines that the document shows and `output` lacks."""
         there = {_normal(line) for line in output.splitlines()}
         shown = [line for text in self.outputs for line in text.splitlines()]
@@ -87,13 +86,13 @@ class Block:
         ]
 
 
-def read_blocks(document: Path) -> list[Block]:
+def read_blocks(document):
     """The marked blocks of `document`, in order. Fails on marks that mean nothing: they would skip
     a test.
     """
     lines = document.read_text(encoding="utf-8").splitlines()
-    blocks: list[Block] = []
-    files: dict[str, str] = {}
+    blocks = []
+    files = {}
     for number, line in enumerate(lines):
         if not re.match(r"<!-- *(run|output|file)\b", line):
             continue
@@ -123,7 +122,7 @@ def read_blocks(document: Path) -> list[Block]:
     return blocks
 
 
-def _normal(line: str) -> str:
+def _normal(line):
     """Without what differs from run to run: numbers, spaces, and which rank had less of a busy
     machine.
     """

@@ -24,15 +24,15 @@ class ExpertLayer:
 
     def __init__(
         self,
-        sizes: list[int],
-        top_k: int,
-        dtype: torch.dtype = torch.float32,
-        hidden: int = 24,
-        inner: int = 20,
+        sizes,
+        top_k,
+        dtype=torch.float32,
+        hidden=24,
+        inner=20,
         *,
-        spare_tokens: int = 0,
-        device: str = "cpu",
-    ) -> None:
+        spare_tokens=0,
+        device="cpu",
+    ):
         generator = torch.Generator().manual_seed(sum(sizes) + top_k)
         rows, num_experts = sum(sizes), len(sizes)
         tokens = -(-rows // top_k) + spare_tokens
@@ -41,7 +41,7 @@ class ExpertLayer:
         )
         self.ids = ids[torch.randperm(len(ids), generator=generator)].view(tokens, top_k).to(device)
 
-        def draw(*shape: int) -> torch.Tensor:
+        def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         x, gate_up = draw(tokens, hidden), draw(num_experts, 2 * inner, hidden) / hidden**0.5
@@ -51,21 +51,21 @@ class ExpertLayer:
         weight = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
         self.weight = weight.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
 
-    def arguments(self) -> tuple[torch.Tensor, ...]:
+    def arguments(self):
         """Those of `moe_experts`; the weight of the rows is a function of `weight`."""
         order, token, rows, ends = group_by_expert(self.ids, self.inputs[1].shape[0])
         weight = self.weight.flatten().index_select(0, order)
         return *self.inputs, weight, token, rows, ends
 
-    def run(self, backend: str) -> torch.Tensor:
+    def run(self, backend):
         """The operator's result."""
         return moe_experts(*self.arguments(), backend)
 
-    def results(self, out: torch.Tensor) -> list[torch.Tensor]:
+    def results(self, out):
         """`out` and all gradients, as in `NAMES`."""
         return [out, *torch.autograd.grad(out, [*self.inputs, self.weight], self.dout)]
 
-    def expected(self) -> list[torch.Tensor]:
+    def expected(self):
         """`results` as they should be, float64."""
         tensors = [
             tensor.detach().double().requires_grad_() for tensor in (*self.inputs, self.weight)

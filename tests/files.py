@@ -6,17 +6,15 @@ import signal
 import string
 import tomllib
 import zlib
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from titanlite.base.errors import CheckpointError
 
 
-def file_digest(path: Path) -> str:
+def file_digest(path):
     """SHA-256 of the content. Two contents as operands of an assertion would have pytest work out
     all differences when they differ, with `-v` or CI in the environment: a minute for 20 KB, no end
     for the weights of a model.
@@ -25,7 +23,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def folder_digests(folder: Path) -> dict[str, str]:
+def folder_digests(folder):
     """Of every file below `folder`, by its path there."""
     return {
         str(path.relative_to(folder)): file_digest(path)
@@ -34,7 +32,7 @@ def folder_digests(folder: Path) -> dict[str, str]:
     }
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder):
     """Make a checkpoint of what lies in `folder`, without the code under test."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
@@ -50,10 +48,10 @@ def write_manifest(folder: Path) -> None:
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
+def at_most(seconds):
     """Fail the test if what is inside takes longer."""
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         # no OSError, which the code under test might catch
         pytest.fail(f"still waiting after {seconds} s")
 
@@ -66,7 +64,7 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def assert_refused(read: Callable[[Path], object], path: Path, *words: str) -> str:
+def assert_refused(read, path, *words):
     """Return why `read` refuses `path`: it says all of `words`, names the checkpoint, and holds
     nothing that a terminal would obey.
     """
@@ -81,7 +79,7 @@ def assert_refused(read: Callable[[Path], object], path: Path, *words: str) -> s
     return text
 
 
-def read_table(name: str) -> dict[str, Any]:
+def read_table(name):
     """Read `tests/NAME.toml`: what is given, and what must be said or come of it."""
     path = Path(__file__).with_name(f"{name}.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,22 +1,19 @@
 """Load a Hugging Face folder as a run begins with it, without a run."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import TitanliteError
 from titanlite.checkpoint.hf_model import HFFormat, weights_of
-from titanlite.config.model import ModelConfig, ModelSection
+from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import materialize
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.models.interface import Model
 
 
-def load(folder: Path, implementation: str = "auto", **settings: bool) -> Model:
+def load(folder, implementation="auto", **settings):
     """Load the model of `folder` on the CPU, as a run begins with it."""
     section = CheckpointSection(initial_load_path=str(folder), **settings)
     model = build_model(any_model_config_from_hf(folder, "test", implementation))
@@ -24,14 +21,14 @@ def load(folder: Path, implementation: str = "auto", **settings: bool) -> Model:
     return model.eval()
 
 
-def refusal(folder: Path, implementation: str = "auto") -> str:
+def refusal(folder, implementation="auto"):
     """Return why `load` refuses `folder`."""
     with pytest.raises(TitanliteError) as error:
         load(folder, implementation)
     return str(error.value)
 
 
-def hf_checkpoint(folder: Path, config: ModelConfig, **options: bool) -> Any:
+def hf_checkpoint(folder, config, **options):
     """Return the weights in `folder` as a source for the native decoder of `config`."""
-    model: Any = SimpleNamespace(config=config)
+    model = SimpleNamespace(config=config)
     return weights_of(folder, model, **options)

@@ -1,10 +1,5 @@
 """A checkpoint that needs no file: full tensors in memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import torch
-
-from titanlite.materialize import ReadRequest, Source, TensorInfo
 from titanlite.materialize.layout import write_rows
 from titanlite.materialize.sources import Read
 
@@ -12,10 +7,10 @@ from titanlite.materialize.sources import Read
 class Checkpoint:
     """Claims every tensor that `reader` has. Strict: missing and unexpected names are errors."""
 
-    def __init__(self, reader: "StateDictReader") -> None:
+    def __init__(self, reader):
         self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
+    def __call__(self, tensors):
         return [
             (name, Read(self._reader, name, tuple(x.shape)))
             for name, x in self._reader.state_dict.items()
@@ -25,10 +20,10 @@ class Checkpoint:
 class StateDictReader:
     """Reads from full tensors in memory, a state dict of the unsharded model."""
 
-    def __init__(self, state_dict: Mapping[str, torch.Tensor], name: str = "state dict") -> None:
+    def __init__(self, state_dict, name="state dict"):
         self.name, self.state_dict, self.proves_coverage = name, state_dict, False
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
+    def read(self, requests):
         for request in requests:
             values = self.state_dict[request.name][request.region.slices]
             if request.encoding is None:

@@ -2,8 +2,7 @@
 document at a time.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +20,13 @@ class Document(NamedTuple):
 Pair = tuple[Document, Document]
 
 
-def random_pairs(count: int, vocab_size: int, seed: int = 0, longest: int = 5) -> list[Pair]:
+def random_pairs(count, vocab_size, seed=0, longest=5):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(low: int, high: int) -> int:
+    def draw(low, high):
         return int(torch.randint(low, high, (), generator=generator))
 
-    def tokens(length: int) -> list[int]:
+    def tokens(length):
         return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
     pairs = []
@@ -38,11 +37,11 @@ def random_pairs(count: int, vocab_size: int, seed: int = 0, longest: int = 5) -
     return pairs
 
 
-def pack(rows: Sequence[Sequence[Pair]], seq_len: int) -> Batch:
+def pack(rows, seq_len):
     """One row per list of pairs: chosen, rejected, chosen, ... and padding."""
-    columns: list[list[list[int]]] = [[], [], [], []]
+    columns = [[], [], [], []]
     for pairs in rows:
-        row: list[list[int]] = [[], [], [], []]
+        row = [[], [], [], []]
         for number, document in enumerate(document for pair in pairs for document in pair):
             length = len(document.tokens)
             labels = [*document.tokens[1:], IGNORE_INDEX]
@@ -58,7 +57,7 @@ def pack(rows: Sequence[Sequence[Pair]], seq_len: int) -> Batch:
     return Batch(*(torch.tensor(column) for column in columns))
 
 
-def log_prob(model: Any, document: Document) -> torch.Tensor:
+def log_prob(model, document):
     """log p(answer | prompt) of a transformers model, the document alone in a row."""
     tokens = torch.tensor([document.tokens])
     log_probs = F.log_softmax(model(tokens, use_cache=False).logits[0].float(), dim=-1)
@@ -66,9 +65,7 @@ def log_prob(model: Any, document: Document) -> torch.Tensor:
     return torch.stack([log_probs[i - 1, document.tokens[i]] for i in answer]).sum()
 
 
-def direct_dpo(
-    policy: Any, reference: Any, pairs: Sequence[Pair], beta: float, smoothing: float = 0.0
-) -> tuple[torch.Tensor, dict[str, float]]:
+def direct_dpo(policy, reference, pairs, beta, smoothing=0.0):
     """Mean loss over the pairs and mean metrics; `reference(document)` gives log-probabilities."""
     losses, chosen, rejected = [], [], []
     for pair in pairs:

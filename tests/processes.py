@@ -6,12 +6,11 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 
-def anonymous_bytes() -> int:
+def anonymous_bytes():
     """Memory of this process that is no page of a file. To read smaps_rollup takes up to 0.1 s: it
     walks all pages.
     """
@@ -20,7 +19,7 @@ def anonymous_bytes() -> int:
     return int(match[1]) * 1024
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid):
     """All processes below `pid`, parents first; ranks are in sessions of their own, so a process
     group has not all.
     """
@@ -32,7 +31,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_tree(pid: int) -> None:
+def kill_tree(pid):
     """SIGKILL to `pid` and all below it. First those above, so that none of them can start
     others.
     """
@@ -42,13 +41,13 @@ def kill_tree(pid: int) -> None:
 
 
 def run_to_end(
-    command: Sequence[str | os.PathLike[str]],
+    command,
     *,
-    cwd: Path,
-    env: Mapping[str, str],
-    timeout_s: float,
-    join_outputs: bool = False,
-) -> subprocess.CompletedProcess[str]:
+    cwd,
+    env,
+    timeout_s,
+    join_outputs=False,
+):
     """As `subprocess.run` with captured output; one that lasts longer fails, with what it has
     written so far.
 

@@ -3,8 +3,6 @@ float64.
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,11 +12,11 @@ _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3
 
 
 def write_fp8(
-    folder: Path,
-    block: tuple[int, int] | None,
-    suffix: str = "_scale_inv",
-    edit: Callable[[torch.Tensor], torch.Tensor] = lambda scale: scale,
-) -> dict[str, torch.Tensor]:
+    folder,
+    block,
+    suffix="_scale_inv",
+    edit=lambda scale: scale,
+):
     """Rewrite the checkpoint in FP8, as DeepSeek-V3's is; return what it must be read as, in
     float32.
 
@@ -57,7 +55,7 @@ def write_fp8(
     return expected
 
 
-def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+def write_mxfp4(folder):
     """Rewrite a gpt-oss with random experts in MXFP4; return what they must be read as, in float32,
     by key.
     """
@@ -87,7 +85,7 @@ def write_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
-def _edit_config(folder: Path, quantization: dict[str, object]) -> None:
+def _edit_config(folder, quantization):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))

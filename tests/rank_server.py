@@ -25,10 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from cluster import Launched
 
@@ -104,11 +102,11 @@ os._exit(code)
 class Served(Launched):
     """A launcher that the server has forked, with its ranks; each process leaves its pid."""
 
-    def __init__(self, command: Sequence[str], folder: Path, **options: Any) -> None:
+    def __init__(self, command, folder, **options):
         super().__init__(command, **options)
         self._folder = folder
 
-    def pid(self, name: str) -> int:
+    def pid(self, name):
         """Return the process "launcher" or "rank-N"; a new start's ranks take a moment."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
@@ -128,7 +126,7 @@ class RankServer:
         variables: of the environment, that are read at imports.
     """
 
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(self, folder, **variables):
         self.address, self._bin = str(folder / "socket"), folder / "bin"
         self._bin.mkdir(parents=True)
         self._variables = {
@@ -162,7 +160,7 @@ class RankServer:
             command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT
         )
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, **more):
         """Variables for a process that the server shall start, or for a script whose `python3` it
         shall be.
         """
@@ -182,7 +180,7 @@ class RankServer:
         )
         return {**inherited, "PATH": path, **self._variables, **more}
 
-    def wait_until_it_serves(self) -> None:
+    def wait_until_it_serves(self):
         deadline = time.monotonic() + 300
         while not Path(self.address).exists():
             assert self.process.poll() is None and time.monotonic() < deadline, (
@@ -190,7 +188,7 @@ class RankServer:
             )
             time.sleep(0.05)
 
-    def launch(self, *arguments: str, folder: Path, **variables: str) -> Served:
+    def launch(self, *arguments, folder, **variables):
         """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one
         pipe.
 
@@ -205,7 +203,7 @@ class RankServer:
         command = [self.python, "-m", "titanlite.launch", *arguments]
         return Served(command, folder, env=environment, joined=True)
 
-    def close(self) -> None:
+    def close(self):
         """End the server, and with it all that it has forked."""
         self.process.terminate()
         try:
@@ -217,7 +215,7 @@ class RankServer:
 # --- the server itself
 
 
-def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, str], str, int]:
+def _receive(link, fds):
     """What a stand-in asks for; appends its standard streams and its network namespace to `fds`.
 
     Raises:
@@ -238,9 +236,7 @@ def _receive(link: socket.socket, fds: list[int]) -> tuple[list[str], dict[str, 
     return tuple(json.loads(data))
 
 
-def _become(
-    request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str
-) -> None:
+def _become(request, fds, python):
     """In the fork: all that a new process has of its parent, and no trace of the server's."""
     arguments, environment, cwd, umask = request
     os.setsid()
@@ -285,7 +281,7 @@ def _become(
     torch.default_generator.seed()
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments):
     """As `python -m MODULE` or `python FILE` runs it."""
     if arguments[0] != "-m":
         runpy.run_path(arguments[0], run_name="__main__")
@@ -307,9 +303,9 @@ def _run(arguments: list[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _child(request: tuple[list[str], dict[str, str], str, int], fds: list[int], python: str) -> int:
+def _child(request, fds, python):
     """The exit code of the process that was asked for, all of whose work is done."""
-    code: object = 1
+    code = 1
     try:
         _become(request, fds, python)
         code = 0
@@ -329,17 +325,17 @@ def _child(request: tuple[list[str], dict[str, str], str, int], fds: list[int], 
     return code if isinstance(code, int) else int(code is not None)
 
 
-def _let_nan_in(path: Path) -> None:
+def _let_nan_in(path):
     """Where this file appears, the next forward of this rank gives NaN, once."""
     from titanlite.train_step import TrainStep
 
     original = TrainStep.train_step
 
-    def train_step(trainer: Any, batches: Any) -> Any:
+    def train_step(trainer, batches):
         if path.exists():
             path.unlink()
 
-            def hook(module: Any, arguments: Any, output: Any) -> Any:
+            def hook(module, arguments, output):
                 handle.remove()
                 return output * float("nan")
 
@@ -349,7 +345,7 @@ def _let_nan_in(path: Path) -> None:
     TrainStep.train_step = train_step  # type: ignore[method-assign]
 
 
-def _import_everything() -> None:
+def _import_everything():
     """All that a command may import; afterwards there is this thread alone, or a fork would lack
     the others.
 
@@ -372,7 +368,7 @@ def _import_everything() -> None:
         raise RuntimeError(f"{len(threads)} threads after the imports: {threading.enumerate()}")
 
 
-def _serve(address: str, python: str, parent: int) -> None:
+def _serve(address, python, parent):
     _import_everything()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address + ".new")
@@ -380,14 +376,14 @@ def _serve(address: str, python: str, parent: int) -> None:
     os.rename(address + ".new", address)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
-    children: dict[int, socket.socket] = {}
-    stopping: list[int] = []
+    children = {}
+    stopping = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     while not stopping and os.getppid() == parent:  # tests that are killed do not end their server
         for key, _ in selector.select(0.02):
             if key.fileobj is listener:
                 link, _ = listener.accept()
-                fds: list[int] = []
+                fds = []
                 try:
                     request = _receive(link, fds)
                 except ConnectionError:

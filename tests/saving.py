@@ -1,41 +1,32 @@
 """Save a model as a Hugging Face folder without a run; gather a tensor."""
 
-from pathlib import Path
-from typing import Any
-
-import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import on_first_rank
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar
-from titanlite.checkpoint.writer import FileLayout
 from titanlite.data.tokenizer import describe_tokenizer, find_token_ids
-from titanlite.materialize import Plan
-from titanlite.models.interface import Model
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor):
     """Return all values of a parameter or gradient, which on one rank may be no DTensor."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def model_files(
-    plan: Plan, config: Any, dtype: torch.dtype, *, exact: bool = False
-) -> list[FileLayout]:
+def model_files(plan, config, dtype, *, exact=False):
     """Lay out the files of the model of `config` in `plan`."""
     return format_of(plan.model).files(plan, dtype, exact=exact)
 
 
 def save_hf_model(
-    model: Model,
-    plan: Plan,
-    tokenizer: Any,
-    folder: Path,
-    dtype: torch.dtype,
-    assets: Path | None = None,
-) -> None:
+    model,
+    plan,
+    tokenizer,
+    folder,
+    dtype,
+    assets=None,
+):
     """Write weights, config.json, generation_config.json and tokenizer into `folder`, as
     `save_pretrained` would.
 
@@ -48,9 +39,9 @@ def save_hf_model(
 
     Collectives: five small ones; every rank must call, and all ranks must see the same file system.
     """
-    rest: dict[str, bytes] = {}
+    rest = {}
 
-    def build() -> None:
+    def build():
         rest.update(describe_model(model.config, find_token_ids(tokenizer), dtype, assets))
         rest.update(describe_tokenizer(tokenizer))
 
@@ -60,7 +51,7 @@ def save_hf_model(
     warn_of_sidecar(model.config, files)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer, folder):
     """Write the files of a tokenizer as checkpoints have them into `folder`."""
     for name, content in describe_tokenizer(tokenizer).items():
         (folder / name).write_bytes(content)

@@ -4,7 +4,6 @@ through.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,13 +33,13 @@ _FEW_EXPERTS: Mapping[str, Any] = {
 }
 
 
-def _make(kind: str, **changes: Any) -> Any:
+def _make(kind, **changes):
     import transformers
 
     return getattr(transformers, f"{kind}Config")(**{**TEXT_SIZES, **changes})
 
 
-def _qwen2_5_vl() -> Any:
+def _qwen2_5_vl():
     from transformers import Qwen2_5_VLConfig
 
     text = {
@@ -100,7 +99,7 @@ TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
 ALL_MODELS: Mapping[str, Callable[[], Any]] = {**TEXT_MODELS, "qwen2_5_vl": _qwen2_5_vl}
 
 
-def save_tiny(name: str, folder: Path) -> Any:
+def save_tiny(name, folder):
     """A random model of architecture `name`, saved to `folder` as transformers does; returned in
     evaluation mode.
 
@@ -126,7 +125,7 @@ def save_tiny(name: str, folder: Path) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def mapping_of(kind: str) -> list[Any]:
+def mapping_of(kind):
     """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k
     and v are fused.
     """
@@ -151,7 +150,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def word_tokenizer(special: list[str], **options: Any) -> Any:
+def word_tokenizer(special, **options):
     """A tokenizer of words between spaces, with `special` tokens from the fourth id on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -171,7 +170,7 @@ def word_tokenizer(special: list[str], **options: Any) -> Any:
     )
 
 
-def save_tiny_processor(folder: Path) -> None:
+def save_tiny_processor(folder):
     """A processor of LLaVA: 8 x 8 pixels in patches of 4, words for tokens. It needs Pillow and no
     torchvision.
     """
@@ -191,7 +190,7 @@ def save_tiny_processor(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def save_tiny_llava(folder: Path) -> None:
+def save_tiny_llava(folder):
     """A random LLaVA with its processor."""
     from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
@@ -212,7 +211,7 @@ def save_tiny_llava(folder: Path) -> None:
     save_tiny_processor(folder)
 
 
-def shift_adapters(model: torch.nn.Module, scale: float) -> None:
+def shift_adapters(model, scale):
     """Move peft's adapters, whose product begins at zero, by normal noise: always the same."""
     torch.manual_seed(1)
     with torch.no_grad():

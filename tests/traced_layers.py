@@ -1,8 +1,6 @@
 """Layers that are traced as torch.compile does it, and run without code generation."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +22,12 @@ class Graphs:
     made: int = 0
     called: int = 0
 
-    def trace(self, module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    def trace(self, module, inputs):
         """A backend for torch.compile: traces forward and backward."""
         self.made += 1
         run = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
-        def call(*args: Any) -> Any:
+        def call(*args):
             self.called += 1
             return run(*args)
 

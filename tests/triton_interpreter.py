@@ -20,20 +20,18 @@ _Builder: Any = interpreter.InterpreterBuilder
 _cast_impl = _Builder.cast_impl
 
 
-def _values(handle: Any) -> np.ndarray:
+def _values(handle):
     if handle.dtype.scalar != tl.bfloat16:
         return handle.data
     return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
 
-def _dot(
-    self: Any, a: Any, b: Any, accumulator: Any, input_precision: Any, max_num_imprecise_acc: Any
-) -> Any:
+def _dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc):
     product = np.matmul(_values(a), _values(b), dtype=accumulator.data.dtype)
     return interpreter.TensorHandle(product + accumulator.data, accumulator.dtype.scalar)
 
 
-def _cast(self: Any, source: Any, to: Any) -> Any:
+def _cast(self, source, to):
     if source.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
         return _cast_impl(self, source, to)
     bits = np.ascontiguousarray(source.data, np.float32).view(np.uint32)
@@ -43,7 +41,7 @@ def _cast(self: Any, source: Any, to: Any) -> Any:
     )
 
 
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(self, *args, **kwargs):
     if any(tl.core.is_builtin(place.arange) for place in (tl, tl.core)):  # or it is patched already
         interpreter._patch_lang(self.fn)
     return self.rewrite()(*args, **kwargs)
@@ -52,12 +50,12 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 _np_dtype_of = cache(interpreter._get_np_dtype)
 
 
-def _get_np_dtype(type_: Any) -> np.dtype:
+def _get_np_dtype(type_):
     scalar = type_.scalar  # unlike blocks and pointers, it can be the key of a cache
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtype_of(scalar)
 
 
-def repair() -> None:
+def repair():
     """Patch the interpreter of this process."""
     interpreter._get_np_dtype = _get_np_dtype
     interpreter.InterpretedFunction.__call__ = _call

@@ -5,18 +5,13 @@ What is tested with it is torch's own operator, with its signature, its derivati
 torch.compile knows of it.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch.nn.attention import varlen
 
 forwards: list[int] = []  # tokens of each call
 
 
-def _documents(
-    starts_N1: torch.Tensor, group: int, q_THK: torch.Tensor, *rest: torch.Tensor
-) -> Iterator[Any]:
+def _documents(starts_N1, group, q_THK, *rest):
     """Where each document is, and its (H, S, K) queries, keys, values and whatever else there
     is.
     """
@@ -31,17 +26,17 @@ def _documents(
         )
 
 
-def _weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+def _weights(q, k, scale):
     hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
     return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 def _check(
-    starts: torch.Tensor,
-    others: torch.Tensor | None,
-    longest: tuple[int, int],
-    rest: tuple[Any, ...],
-) -> None:
+    starts,
+    others,
+    longest,
+    rest,
+):
     """What the kernel on CUDA needs, or would do otherwise."""
     assert others is not None and torch.equal(starts, others) and starts.dtype == torch.int32
     assert longest[0] == longest[1] >= int(starts.diff().max()) and int(starts.diff().min()) > 0
@@ -50,17 +45,17 @@ def _check(
 
 
 def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    others: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    is_causal: bool,
-    scale: float,
-    *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q,
+    k,
+    v,
+    starts,
+    others,
+    longest_q,
+    longest_k,
+    is_causal,
+    scale,
+    *rest,
+):
     assert is_causal and all(x.stride(-1) == 1 for x in (q, k, v))
     _check(starts, others, (longest_q, longest_k), rest)
     forwards.append(q.shape[0])
@@ -71,21 +66,21 @@ def _forward(
 
 
 def _backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    starts: torch.Tensor,
-    others: torch.Tensor,
-    longest_q: int,
-    longest_k: int,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    scale: float,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    starts,
+    others,
+    longest_q,
+    longest_k,
+    is_causal,
+    rng_state,
+    scale,
+    *rest,
+):
     _check(starts, others, (longest_q, longest_k), rest)
     group = q.shape[1] // k.shape[1]
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

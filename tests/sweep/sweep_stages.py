@@ -8,7 +8,6 @@ or raises what titanlite raises.
 """
 
 import copy
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from titanlite.materialize import Init, materialize
 _SEEDS = 3
 
 
-def loads(case: Any) -> str:
+def loads(case):
     """Load the folder that transformers saves, and compare every parameter, buffer and tie with
     `from_pretrained`.
     """
@@ -56,7 +55,7 @@ def loads(case: Any) -> str:
     return "equal"
 
 
-def scratch(case: Any) -> str:
+def scratch(case):
     """Draw the model with a few seeds, and compare each parameter, and its halves, with what
     transformers draws.
 
@@ -97,22 +96,22 @@ def scratch(case: Any) -> str:
     )
 
 
-def is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_same(found, expected):
     """True for equal dtypes and values; NaN counts as a value."""
     if found.is_floating_point():
         found, expected = found.nan_to_num(nan=7.5), expected.nan_to_num(nan=7.5)
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def ties_of(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+def ties_of(tensors):
     """Names of one and the same tensor, together."""
-    together: dict[torch.Tensor, list[str]] = {}
+    together = {}
     for name, tensor in tensors.items():
         together.setdefault(tensor, []).append(name)
     return sorted(together.values())
 
 
-def other_moments(found: torch.Tensor, expected: torch.Tensor) -> str:
+def other_moments(found, expected):
     """What differs between draws (rows, seeds, columns); empty if nothing does.
 
     A moment of n draws varies by about their deviation / sqrt(n); 7 of those never occur by chance.

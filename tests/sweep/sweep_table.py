@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,17 +58,17 @@ class Result:
     words: dict[str, str]
 
     @property
-    def is_wrong(self) -> bool:
+    def is_wrong(self):
         """True after a traceback, a difference, or too long a time."""
         return any(word.startswith(("TRACEBACK", "WRONG", "LIMIT")) for word in self.words.values())
 
     @property
-    def is_built(self) -> bool:
+    def is_built(self):
         """True if transformers builds the small model."""
         return not self.words.get("built", "not").startswith("not")
 
     @property
-    def why_untrained(self) -> str:
+    def why_untrained(self):
         """The reason in `_REASONS` for which it is not trained; empty if it is."""
         words = [self.words.get(stage, "") for stage in ("built", "loads", "trains")]
         if words[2].startswith(("packed", "apart", "inputs")):
@@ -78,13 +78,13 @@ class Result:
             "",
         )
 
-    def __str__(self) -> str:
+    def __str__(self):
         return "| " + " | ".join([self.model_type, self.class_name, *self.words.values()]) + " |"
 
 
-def table_of(results: Sequence[Result]) -> Iterator[str]:
+def table_of(results):
     """Counts of the words of each stage."""
-    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for result in results:
         for stage, word in result.words.items():
             first = re.split(r"[ :,]", word)[0]
@@ -93,7 +93,7 @@ def table_of(results: Sequence[Result]) -> Iterator[str]:
         yield f"{stage}: {', '.join(f'{count} {word}' for word, count in found.most_common())}"
 
 
-def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
+def part_of_page(results, where):
     """The lines of the page from its heading on; `where` is what was tried with what."""
     built = [result for result in results if result.is_built]
     trained = [result for result in built if not result.why_untrained]
@@ -125,29 +125,29 @@ def part_of_page(results: Sequence[Result], where: str) -> Iterator[str]:
     yield from ("", where)
 
 
-def _is(word: str) -> Callable[[Result], bool]:
+def _is(word):
     return lambda result: result.words.get("trains", "").startswith(word)
 
 
-def _named(what: str, results: Sequence[Result], chosen: Callable[[Result], bool]) -> Iterator[str]:
+def _named(what, results, chosen):
     names = sorted({result.model_type for result in results if chosen(result)})
     if names:
         yield from _filled(f"- **{what}**, {len(names)}: {', '.join(names)}.", "  ")
 
 
-def _filled(text: str, indent: str = "") -> list[str]:
+def _filled(text, indent=""):
     return textwrap.wrap(
         text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
-def read(path: Path) -> list[Result]:
+def read(path):
     """The results in a file; of a class that is there twice, the later one."""
     found = [Result(**json.loads(line)) for line in path.read_text().splitlines()]
     return list({(result.model_type, result.class_name): result for result in found}.values())
 
 
-def main() -> None:
+def main():
     """Print the counts; with `--write` replace the part of the page, too."""
     results = read(Path(sys.argv[1]))
     print(*table_of(results), sep="\n")

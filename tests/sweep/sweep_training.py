@@ -22,7 +22,7 @@ from tests.saving import save_hf_model, whole
 from titanlite.assemble import build_on_meta, build_optimizer
 from titanlite.checkpoint.folder import read_model_headers
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.config import JobConfig, TransformersConfig
+from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
 from titanlite.distributed import ParallelDims
@@ -44,7 +44,7 @@ _STEPS, _LR, _EPS = 2, 1e-3, 1e-3
 _LOSS_BOUND, _GRADIENT_BOUND, _FLOOR = 1e-6, 1e-4, 1e-3
 
 
-def rows_of(packed: bool) -> Batch:
+def rows_of(packed):
     """Two rows of random documents, several in one if `packed`; labels are the next tokens, padding
     has none.
     """
@@ -70,15 +70,15 @@ class BatchWithInputs(Batch):
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
-    def inputs(self) -> dict[str, torch.Tensor]:
+    def inputs(self):
         return self.extra
 
-    def to(self, device: torch.device | str) -> "BatchWithInputs":
+    def to(self, device):
         """Return the batch, which is on the CPU."""
         return self
 
 
-def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def inputs_of(model_type, config, tokens):
     """Random images and the like for classes that want more than text, by row; marks their places
     in `tokens`.
     """
@@ -109,7 +109,7 @@ def inputs_of(model_type: str, config: Any, tokens: torch.Tensor) -> dict[str, t
         found["image_embeds_position_mask"] = (
             torch.arange(length) < config.latent_query_num
         ).expand(rows, -1)
-    places: dict[str, int] = {}
+    places = {}
     if model_type == "paligemma":
         places["paligemma"] = (size // vision.patch_size) ** 2
     places |= {
@@ -146,7 +146,7 @@ class Trained:
     batch: Any = None
     kind: str = "packed"
 
-    def difference(self, other: "Trained") -> str:
+    def difference(self, other):
         """What differs from `other` by more than rounding; empty if nothing does."""
         for step, (loss, expected) in enumerate(
             zip(self.losses, other.losses, strict=True), start=1
@@ -164,7 +164,7 @@ class Trained:
         return f"{len(unlike)} of {len(names)} gradients, among them {unlike[0]}" if unlike else ""
 
 
-def our_steps(config: TransformersConfig, folder: Path) -> Trained:
+def our_steps(config, folder):
     """Optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
     call.
     """
@@ -174,7 +174,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
     dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
     run = Run(job, config, dims, _CPU)
-    model: Any = build_on_meta(run)
+    model = build_on_meta(run)
     plan = materialize(model, _CPU, [weights_of(folder, model)], seed=job.training.seed)
     optimizer = build_optimizer(job, model, dims)
     batch = rows_of(packed=False)
@@ -187,9 +187,9 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
         job.data.packing = model.find_facts(_CPU).keeps_apart
         batch, kind = (rows_of(packed=True), "packed") if job.data.packing else (batch, "apart")
     assert check_documents_per_row(job, model, _CPU) == []
-    gradients: dict[str, torch.Tensor] = {}
+    gradients = {}
 
-    def note(*args: Any) -> None:
+    def note(*args):
         for name, param in model.named_parameters():
             if param.grad is not None:
                 gradients.setdefault(clean_name(name), whole(param.grad).clone())
@@ -208,7 +208,7 @@ def our_steps(config: TransformersConfig, folder: Path) -> Trained:
     return Trained(losses, gradients, model, plan, batch, kind)
 
 
-def their_steps(case: Any, batch: Batch) -> Trained:
+def their_steps(case, batch):
     """The same on transformers' model in one process, each document alone."""
     model = case.cls.from_pretrained(case.saved, dtype=torch.float32).train()
     # loading forgets what the constructor froze (Idefics)
@@ -216,8 +216,8 @@ def their_steps(case: Any, batch: Batch) -> Trained:
         model.get_parameter(name).requires_grad_(param.requires_grad)
     optimizer = torch.optim.AdamW(model.parameters(), _LR, (0.9, 0.95), _EPS, 0.0)
     documents = torch.zeros_like(batch.tokens) if batch.document_ids is None else batch.document_ids
-    losses: list[float] = []
-    gradients: dict[str, torch.Tensor] = {}
+    losses = []
+    gradients = {}
     for _ in range(_STEPS):
         loss = torch.zeros(())
         for row, (tokens, labels, ids) in enumerate(
@@ -242,7 +242,7 @@ def their_steps(case: Any, batch: Batch) -> Trained:
     return Trained(losses, gradients)
 
 
-def trains(case: Any) -> str:
+def trains(case):
     """Make two optimizer steps, and compare losses and gradients with transformers' own, each
     document alone.
     """
@@ -256,7 +256,7 @@ def trains(case: Any) -> str:
     return found.kind
 
 
-def exports(case: Any) -> str:
+def exports(case):
     """Save the trained model; transformers reads every parameter bit for bit, and the folder has
     the same keys.
     """
@@ -265,7 +265,7 @@ def exports(case: Any) -> str:
     return save_and_compare(case, case.notes.pop("trained"), case.folder / "trained")
 
 
-def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
+def save_and_compare(case, trained, folder):
     """Save what was trained into `folder`; the first rank reads it with transformers.
     Collective.
     """
@@ -289,7 +289,7 @@ def save_and_compare(case: Any, trained: Trained, folder: Path) -> str:
     return "equal" if keys[0] == keys[1] else f"other keys: {sorted(keys[0] ^ keys[1])[:3]}"
 
 
-def generates(case: Any) -> str:
+def generates(case):
     """Greedy continuations of two prompts in a batch are those of transformers' `generate`, with
     and without a cache.
 
@@ -320,7 +320,7 @@ def generates(case: Any) -> str:
     return ("cached" if kept else "whole") + (f" ({known})" if known else "")
 
 
-def their_continuation(model: Any, prompt: list[int], use_cache: bool) -> list[int] | None:
+def their_continuation(model, prompt, use_cache):
     """Six tokens by transformers' own greedy `generate`; None if it raises."""
     from transformers import GenerationConfig
 

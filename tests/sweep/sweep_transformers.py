@@ -24,7 +24,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -66,16 +66,16 @@ class Case:
     folder: Path = Path()
     notes: dict[str, Any] = field(default_factory=dict)  # what one stage leaves for the next
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.model_type} {self.class_name}"
 
     @cached_property
-    def cls(self) -> Any:
+    def cls(self):
         """The class of transformers."""
         return getattr(transformers, self.class_name)
 
     @cached_property
-    def model(self) -> Any:
+    def model(self):
         """The model of transformers on the CPU, in evaluation mode; every parameter is random."""
         config_cls = transformers.CONFIG_MAPPING[self.model_type]
         errors = []
@@ -99,18 +99,18 @@ class Case:
         raise NotBuiltError(errors[0])
 
     @cached_property
-    def ours(self) -> TransformersModel:
+    def ours(self):
         """Model of titanlite around the same tensors, in evaluation mode."""
         return TransformersModel(self.model, self.config, {}).eval()
 
     @cached_property
-    def saved(self) -> Path:
+    def saved(self):
         """The folder, with what transformers saves of the model."""
         self.model.save_pretrained(self.folder)
         return self.folder
 
     @cached_property
-    def config(self) -> TransformersConfig:
+    def config(self):
         """Configuration that titanlite makes of the config.json that transformers saves."""
         self.model.config.architectures = [self.class_name]
         self.model.config.save_pretrained(self.folder)
@@ -121,7 +121,7 @@ class Case:
         return found
 
 
-def add_noise(model: Any) -> None:
+def add_noise(model):
     """Make every parameter random, norms and biases too."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -134,7 +134,7 @@ class NotBuiltError(Exception):
     """transformers does not build the class from the configuration that this script shrinks."""
 
 
-def cases() -> list[Case]:
+def cases():
     """Every pair of a type and a class of the auto mappings, in their order; no
     encoder-decoders.
     """
@@ -144,7 +144,7 @@ def cases() -> list[Case]:
         AutoModelForSeq2SeqLM,
     )
 
-    pairs: dict[tuple[str, str], None] = {}
+    pairs = {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         for model_type, names in auto._model_mapping._model_mapping.items():  # type: ignore[attr-defined]
             for name in names if isinstance(names, tuple | list) else [names]:
@@ -153,7 +153,7 @@ def cases() -> list[Case]:
     return [Case(*pair) for pair in pairs if pair[0] not in refused]
 
 
-def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
+def shrink(config_cls, model_type, levels=0):
     """A configuration of `config_cls` with small sizes; `levels` of its sections keep their
     defaults on retries.
     """
@@ -165,7 +165,7 @@ def shrink(config_cls: Any, model_type: str, levels: int = 0) -> Any:
     return config_cls.from_dict(small)
 
 
-def own_part(config: Any, cls: Any) -> Any:
+def own_part(config, cls):
     """The part of a composite configuration that `cls` is made of; the whole one if that is not a
     part of it.
     """
@@ -173,7 +173,7 @@ def own_part(config: Any, cls: Any) -> Any:
     return next((part for part in parts if type(part) is cls.config_class), config)
 
 
-def _update(table: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def _update(table, changes):
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(table.get(key), dict):
             _update(table[key], value)
@@ -181,7 +181,7 @@ def _update(table: dict[str, Any], changes: Mapping[str, Any]) -> None:
             table[key] = value
 
 
-def _without_lists(table: dict[str, Any]) -> dict[str, Any]:
+def _without_lists(table):
     """Without lists of layers, which the configuration then makes itself."""
     return {
         key: _without_lists(value) if isinstance(value, dict) else value
@@ -190,7 +190,7 @@ def _without_lists(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
+def _shrunk(table, skip_sizes):
     small = dict(table)
     for key, value in table.items():
         if (
@@ -231,7 +231,7 @@ def _shrunk(table: Mapping[str, Any], skip_sizes: bool) -> dict[str, Any]:
     return small
 
 
-def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _small_rope(rope):
     found = {
         key: _small_rope(value) if isinstance(value, dict) else value for key, value in rope.items()
     }
@@ -240,14 +240,14 @@ def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _small_size(key: str, value: int) -> int:
+def _small_size(key, value):
     for pattern, size in _OVERRIDES["sizes"].items():
         if re.fullmatch(pattern, key):
             return value if size is None else min(value, size)
     return value
 
 
-def _keep_kinds(table: Mapping[str, Any], small: dict[str, Any], layers: str) -> None:
+def _keep_kinds(table, small, layers):
     """One layer of each kind, at least two; lists with an entry per layer are cut alike."""
     count = table[layers]
     lists = {
@@ -256,7 +256,7 @@ def _keep_kinds(table: Mapping[str, Any], small: dict[str, Any], layers: str) ->
         if isinstance(value, list | tuple) and len(value) == count > 2
     }
     own = {int(i): value for i, value in (table.get("per_layer_config") or {}).items()}
-    kinds: dict[str, int] = {}
+    kinds = {}
     for i in range(count):
         kinds.setdefault(
             str([own.get(i), *(v[i] for v in lists.values() if isinstance(v[i], str | bool))]), i
@@ -283,25 +283,25 @@ def _keep_kinds(table: Mapping[str, Any], small: dict[str, Any], layers: str) ->
 # --- stages: in this order; each gets the case, and may rely on those before it
 
 
-def built(case: Case) -> str:
+def built(case):
     """Build the class from the shrunk configuration."""
     return f"{sum(param.numel() for param in case.model.parameters()) / 1e6:.1f} M"
 
 
-def reads(case: Case) -> str:
+def reads(case):
     """Read the config.json that transformers saves; the class is the same."""
     found = case.config.architecture
     return "yes" if found == case.class_name else f"WRONG: {found}"
 
 
-def builds(case: Case) -> str:
+def builds(case):
     """Describe the class on meta: the same names and shapes as transformers' own."""
     ours = build_transformers(case.config)
     expected = {name: tuple(tensor.shape) for name, tensor in case.model.state_dict().items()}
     return "yes" if ours.state_shapes == expected else "WRONG: other tensors"
 
 
-def probes(case: Case) -> str:
+def probes(case):
     """What titanlite finds out about causality and documents is what transformers' own forward
     shows.
     """
@@ -310,7 +310,7 @@ def probes(case: Case) -> str:
     documents = torch.tensor([[0] * 5 + [1] * 11 + [2] * 8])
     one = torch.tensor([[0] * 20 + [-1] * 4])
 
-    def alone(row: torch.Tensor) -> torch.Tensor | None:
+    def alone(row):
         try:
             with torch.no_grad():
                 return inner(input_ids=row, use_cache=False, return_dict=True).logits
@@ -347,7 +347,7 @@ def probes(case: Case) -> str:
         return "packed" if _is_close(packed, expected) else "WRONG: packed"
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def _is_close(found, expected):
     # float32; experts see other numbers of rows
     return bool((found - expected).norm() <= 1e-4 * expected.norm())
 
@@ -365,7 +365,7 @@ STAGES: tuple[Callable[[Case], str], ...] = (
 )
 
 
-def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
+def run(case, stages):
     """The word of each stage for one case; one that is not built has no others."""
     for stage in stages:
         try:
@@ -386,7 +386,7 @@ def run(case: Case, stages: tuple[Callable[[Case], str], ...]) -> Iterator[str]:
             )
 
 
-def run_apart(case: Case, stages: tuple[Callable[[Case], str], ...], limit_s: int) -> list[str]:
+def run_apart(case, stages, limit_s):
     """As `run`, in a process of its own that may take `limit_s` seconds of CPU time, and 5 times as
     long in all.
     """
@@ -415,7 +415,7 @@ def run_apart(case: Case, stages: tuple[Callable[[Case], str], ...], limit_s: in
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Neither transformers' nor titanlite's log, which say much about models this small."""
     from transformers.utils import logging as theirs
 
@@ -434,7 +434,7 @@ def quiet() -> Iterator[None]:
             theirs.enable_progress_bar()
 
 
-def main() -> int:
+def main():
     """Print a line for each case, and the table; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; none: all")
