@@ -11,14 +11,19 @@ D_ij = exp(G_i - G_j) for i >= j:
     new = U - W S    o = e^G (q S) + (q k^T * D) new    S' = e^(G_C) S + (e^(G_C - G) k)^T new
 
 The operators keep their arguments and T for backward, C values per token and value head; the rest
-is computed again. All sums are float32 or wider.
+is computed again. All sums are float32 or wider. Backends:
+
+- `triton`: titanlite's kernels (`gated_delta_triton.py`), for bfloat16 and K = 128.
+- `torch`: the equations, in float32 or wider.
+- `auto`: `triton` on CUDA where it serves the tensors and its code can be trusted, else `torch`.
 
 Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value heads, R = G / H
 (value head i reads key head i // R), K width of a key, V of a value. Inside, a tensor is
 (N, B, H, R, C, ...), with R = 1 where it belongs to a key head.
 """  # noqa: E501 - the equations
 
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +31,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.base.process import read_variable
+from titanlite.ops.kernels import has_triton, kernel_device
+from titanlite.ops.matmul import has_fences
+
+DeltaBackend = Literal["auto", "triton", "torch"]
 CHUNK = 64
 
 
@@ -52,6 +62,7 @@ def gated_delta_rule(
     document_ids_BS: Tensor | None = None,
     state_BGKV: Tensor | None = None,
     chunk: int = CHUNK,
+    backend: DeltaBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, S, G, V), in the dtype of v, and the state after each row (B, G, K,
     V), float32 or wider.
@@ -69,8 +80,9 @@ def gated_delta_rule(
             document per row.
         state_BGKV: what the first document of each row goes on from; None: zeros.
         chunk: tokens that are computed at once.
+        backend: see the module's docstring.
 
-    Raises ValueError: shapes or dtypes do not fit.
+    Raises ValueError: shapes or dtypes do not fit, or the backend does not run here.
     """
     heads, value_heads = k_BSHK.shape[2], v_BSGV.shape[2]
     sequences = (k_BSHK, v_BSGV, g_BSG, beta_BSG)
@@ -82,9 +94,49 @@ def gated_delta_rule(
         raise ValueError(f"gated_delta_rule: shapes and dtypes do not fit: {found}.")
     if document_ids_BS is None:
         document_ids_BS = torch.zeros(v_BSGV.shape[:2], dtype=torch.int32, device=v_BSGV.device)
-    return _GatedDelta.apply(
-        q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS.int(), state_BGKV, chunk
-    )
+    if backend == "auto":
+        serves = has_triton(v_BSGV.device) and _find_problem(k_BSHK, v_BSGV, chunk) is None
+        backend = "triton" if serves else "torch"
+    elif backend == "triton" and (problem := _find_problem(k_BSHK, v_BSGV, chunk)) is not None:
+        raise ValueError(f"gated_delta_rule: backend 'triton': {problem} Use 'auto' or 'torch'.")
+    operands = (q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS.int(), state_BGKV)
+    return _GatedDelta.apply(*operands, chunk, backend)
+
+
+def _find_problem(k: Tensor, v: Tensor, chunk: int) -> str | None:
+    """Return why titanlite's kernels do not serve the tensors, a sentence; None: they do."""
+    if k.shape[3] != 128 or v.shape[3] % 64 or chunk != CHUNK:
+        sizes = f"keys are {k.shape[3]} wide, values {v.shape[3]}, chunks {chunk} long"
+        return f"{sizes}; it wants 128, a multiple of 64, and 64."
+    if (where := kernel_device(v.device)) not in ("cuda", "meta"):
+        is_interpreted = read_variable("TRITON_INTERPRET") == "1"
+        return (
+            None if is_interpreted else f"it needs a CUDA device, and the tensors are on {where}."
+        )
+    if v.dtype != torch.bfloat16:
+        return f"it wants bfloat16 and not {v.dtype}."
+    return find_triton_problem()
+
+
+@torch.compiler.assume_constant_result  # a compiled graph would break at it
+def find_triton_problem() -> str | None:
+    """Return why Triton's code for this machine's GPU cannot be trusted with these kernels, a
+    sentence; None: it can, or there is none.
+    """
+    if not torch.cuda.is_available():
+        return None
+    import triton
+
+    if not has_fences(version := triton.__version__):
+        return f"Triton {version} gives wrong gradients (fla #640); it wants 3.7.1 or newer."
+    if _is_newer_than_hopper():
+        return "it has run on Hopper alone, and others' race on Blackwell (fla #945)."
+    return None
+
+
+@cache
+def _is_newer_than_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] > 9
 
 
 def gated_delta_step(
@@ -103,7 +155,7 @@ def gated_delta_step(
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *saved, ctx.chunk = inputs
+        *saved, ctx.chunk, ctx.backend = inputs
         out, last, inverse = gated_delta(*inputs)
         ctx.save_for_backward(*saved, inverse)
         ctx.set_materialize_grads(False)
@@ -114,8 +166,8 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
         *saved, inverse = ctx.saved_tensors
         dout = torch.zeros_like(saved[2]) if dout is None else dout
-        *grads, dstate = gated_delta_backward(dout, dlast, *saved, inverse, ctx.chunk)
-        return *grads, None, None if saved[6] is None else dstate, None
+        *grads, dstate = gated_delta_backward(dout, dlast, *saved, inverse, ctx.chunk, ctx.backend)
+        return *grads, None, None if saved[6] is None else dstate, None, None
 
 
 @torch.library.custom_op("titanlite::gated_delta", mutates_args=())
@@ -128,8 +180,12 @@ def gated_delta(
     documents: Tensor,
     state: Tensor | None,
     chunk: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `gated_delta_rule` without argument checks; returns T (N, B, H, R, C, C), too."""
+    if backend == "triton":
+        operands = (x.contiguous() for x in (q, k, v, g, beta))
+        return _get_kernels().forward(*operands, documents, _widen(state))
     chunks = _Chunks(q, k, v, g, beta, documents, chunk)
     inverse = chunks.invert()
     states, new = chunks.walk(inverse, state)
@@ -150,8 +206,13 @@ def gated_delta_backward(
     state: Tensor | None,
     inverse: Tensor,
     chunk: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g, beta and the first state."""
+    if backend == "triton":
+        operands = (x.contiguous() for x in (q, k, v, g, beta))
+        options = (documents, _widen(state), inverse)
+        return _get_kernels().backward(dout, _widen(dlast), *operands, *options)
     c = _Chunks(q, k, v, g, beta, documents, chunk)
     do = _cut(dout, k.shape[2], chunk)
     states, new = c.walk(inverse, state)
@@ -255,6 +316,16 @@ class _Chunks:
         return states, new
 
 
+def _get_kernels() -> Any:
+    from titanlite.ops import gated_delta_triton
+
+    return gated_delta_triton
+
+
+def _widen(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.float().contiguous()
+
+
 def _is_above(chunk: int, device: torch.device) -> Tensor:
     return torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
 
@@ -275,13 +346,23 @@ def _join(cut: Tensor, like: Tensor) -> Tensor:
 
 
 @gated_delta.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, documents: Any, state: Any, chunk: int):
-    (batch, seq_len, heads, width), value_heads = k.shape, v.shape[2]
+def _(
+    q: Any,
+    k: Any,
+    v: Tensor,
+    g: Any,
+    beta: Any,
+    documents: Any,
+    state: Any,
+    chunk: int,
+    backend: str,
+):
+    (batch, size, heads, width), value_heads = k.shape, v.shape[2]
     dtype = torch.promote_types(v.dtype, torch.float32)
     last = v.new_empty(batch, value_heads, width, v.shape[3], dtype=dtype)
-    num_chunks = -(-seq_len // chunk)
-    outer = (num_chunks, batch, heads, value_heads // heads)
-    return torch.empty_like(v).contiguous(), last, last.new_empty(*outer, chunk, chunk)
+    shape = (-(-size // chunk), batch, heads, value_heads // heads, chunk, chunk)
+    kept = v.dtype if backend == "triton" else dtype
+    return v.new_empty(v.shape), last, v.new_empty(shape, dtype=kept)
 
 
 @gated_delta_backward.register_fake

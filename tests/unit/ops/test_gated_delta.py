@@ -1,11 +1,27 @@
-"""The gated delta rule in chunks against the recurrence that defines it, in float64."""
+"""The gated delta rule in chunks against the recurrence that defines it, in float64; its Triton
+kernels on a GPU as compiled, without one in Triton's interpreter.
+"""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from triton_interpreter import repair
 
-from titanlite.ops.gated_delta import gated_delta_rule, gated_delta_step, l2_norm, log_decay
+from titanlite.ops import launchers
+from titanlite.ops.gated_delta import (
+    find_triton_problem,
+    gated_delta_rule,
+    gated_delta_step,
+    l2_norm,
+    log_decay,
+)
+from titanlite.ops.kernels import plan_for_device
 
+if launchers.INTERPRETED:
+    repair()
+DEVICE = "cpu" if launchers.INTERPRETED else "cuda"
+ON_GPU = [] if launchers.INTERPRETED else [pytest.mark.gpu]  # part of `pytest -m gpu`
 H, G, K, V = 2, 4, 16, 12
 LENGTHS = {
     "one": [150],
@@ -117,14 +133,14 @@ def test_narrow_inputs_are_summed_in_float32(dtype, bound):
         assert (actual.double() - wanted).norm() < bound * wanted.norm()
 
 
-def test_operators_without_data_have_the_shapes_and_layouts_of_those_with(monkeypatch):
+def test_operators_without_data_have_the_shapes_and_layouts_of_those_with():
     inputs, documents = draw([70], 0.05, torch.float32)
-    options = (documents[:, :70].int(), None, 64)
+    options = (documents[:, :70].int(), None, 64, "torch")
     given = [x.detach() for x in inputs]
     torch.library.opcheck(torch.ops.titanlite.gated_delta.default, (*given, *options))
     inverse = torch.ops.titanlite.gated_delta(*given, *options)[2]
     dout, dlast = torch.randn(2, 70, G, V), torch.randn(2, G, K, V)
-    backward = (dout, dlast, *given, *options[:2], inverse, 64)
+    backward = (dout, dlast, *given, *options[:2], inverse, 64, "torch")
     torch.library.opcheck(torch.ops.titanlite.gated_delta_backward.default, backward)
 
 
@@ -145,6 +161,37 @@ def test_shapes_that_do_not_fit_are_named():
         gated_delta_rule(q.bfloat16(), k, v, g, beta)
 
 
+def test_backends_that_do_not_run_here_are_named(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    wide, narrow = draw_for_kernels([5], torch.bfloat16, 0.05)[0], draw([5], 0.05)[0]
+    wide = [x.detach().cpu() for x in wide[:5]]
+    with pytest.raises(ValueError, match=r"'triton': keys are 16 wide, values 12, chunks 64 long;"):
+        gated_delta_rule(*narrow, backend="triton")
+    with pytest.raises(ValueError, match=r"needs a CUDA device, and the tensors are on cpu\. Use"):
+        gated_delta_rule(*wide, backend="triton")
+    with (
+        plan_for_device("cuda"),
+        pytest.raises(ValueError, match=r"wants bfloat16 and not torch\.fl"),
+    ):
+        gated_delta_rule(*(x.float() for x in wide), backend="triton")
+    monkeypatch.setattr("triton.__version__", "3.7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with plan_for_device("cuda"), pytest.raises(ValueError, match=r"Triton 3\.7\.0 gives wrong"):
+        gated_delta_rule(*wide, backend="triton")
+
+
+def test_a_plan_for_cuda_takes_the_kernels():
+    inputs = [x.detach() for x in draw_for_kernels([70], torch.bfloat16, 0.05)[0]]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, plan_for_device("cuda"):
+        fakes = [mode.from_tensor(x).requires_grad_() for x in inputs]
+        out, last = gated_delta_rule(*fakes[:5], None, fakes[5])
+        kept = out.grad_fn.saved_tensors[-1]
+        grads = torch.autograd.grad((out.float().sum() + last.sum()), fakes)
+    expected = torch.bfloat16 if find_triton_problem() is None else torch.float32
+    assert (kept.dtype, kept.shape) == (expected, (2, 2, 2, 2, 64, 64))
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in inputs]
+
+
 def test_gates_and_norms_are_those_of_transformers():
     from transformers.models.qwen3_next.modeling_qwen3_next import l2norm
 
@@ -154,3 +201,57 @@ def test_gates_and_norms_are_those_of_transformers():
     assert log_decay(x.bfloat16(), A_log, dt_bias).dtype == torch.float32
     torch.testing.assert_close(l2_norm(x), l2norm(x, dim=-1, eps=1e-6), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(l2_norm(x, 0.5), 0.5 * l2_norm(x))
+
+
+# Relative Frobenius errors were 5e-7 in float32 (1e-5 for dg with a fast decay, whose sums reach
+# -1600) and 3.6e-3 in bfloat16, which only the latter is compiled for.
+CASES = [
+    pytest.param(torch.bfloat16, 0.05, [5, 1, 70, 9], 6e-3, marks=ON_GPU),
+    pytest.param(torch.bfloat16, 0.05, [64, 64], 6e-3, marks=ON_GPU),
+]
+if launchers.INTERPRETED:
+    CASES += [
+        (torch.float32, 0.05, [5, 1, 70, 9], 1e-6),
+        (torch.float32, 25.0, [130], 3e-5),
+    ]
+
+
+def draw_for_kernels(lengths, dtype, gate, batch=2, heads=2, value_heads=4):
+    torch.manual_seed(0)
+    size = sum(lengths)
+    q, k = (l2_norm(torch.randn(batch, size, heads, 128)) for _ in range(2))
+    v = torch.randn(batch, size, value_heads, 128)
+    g, beta = -gate * torch.rand(v.shape[:3]), torch.rand(v.shape[:3])
+    state = torch.randn(batch, value_heads, 128, 128)
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    documents = torch.stack([row, row.flip(0)])[:batch]
+    narrow = [x.to(dtype) for x in (q * 128**-0.5, k, v)]
+    inputs = [x.to(DEVICE).requires_grad_() for x in (*narrow, g, beta, state)]
+    return inputs, documents.to(DEVICE)
+
+
+def run_with_state(function, inputs, documents, **options):
+    """Outputs and every gradient of a loss that weighs both outputs."""
+    *inputs, state = inputs
+    out, last = function(*inputs, documents, state, **options)
+    torch.manual_seed(1)
+    dout, dlast = (torch.randn(x.shape).to(x.device) for x in (out, last))
+    loss = (out * dout.to(torch.bfloat16)).sum() + (last * dlast).sum()
+    return [out, last, *torch.autograd.grad(loss, (*inputs, state))]
+
+
+@pytest.mark.skipif(
+    not launchers.INTERPRETED and not torch.cuda.is_available(),
+    reason="needs a GPU or TRITON_INTERPRET=1",
+)
+@pytest.mark.parametrize(("dtype", "gate", "lengths", "bound"), CASES)
+def test_kernels_equal_the_recurrence(dtype, gate, lengths, bound):
+    inputs, documents = draw_for_kernels(lengths, dtype, gate)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    ours = run_with_state(gated_delta_rule, inputs, documents, backend="triton")
+    names = ("out", "last", "q", "k", "v", "g", "beta", "state")
+    for name, actual, wanted in zip(
+        names, ours, run_with_state(recurrence, exact, documents), strict=True
+    ):
+        error = ((actual.double() - wanted).norm() / wanted.norm()).item()
+        assert error < bound, (name, error)

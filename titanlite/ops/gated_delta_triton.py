@@ -1,0 +1,659 @@
+"""Triton kernels of the gated delta rule, forward and backward, with their launchers.
+
+The equations and names are those of `gated_delta.py`. Forward is `solve` (T, U, W of each chunk),
+`states` (walks over a row's chunks: the state before each, and `new`), `read` (outputs). Backward
+calls `solve`, which loads T, and `states` again, then `dstates` (walks back: dnew and the gradients
+of states), `dread` (gradients that outputs and states give to queries and keys, and dW) and
+`dsolve` (those through T).
+
+Two-byte operands, float32 sums, gates and factors; T is solved in TF32, which rounds as much as
+storing it in bfloat16 does. One program owns each output element and adds in a fixed order: no
+atomics, the same bits in every run.
+
+What compilers get wrong decides how products are written. Only what was loaded is transposed, by
+loading it so, and never what was computed (Hopper, Triton up to 3.7.0: fla #640): D^T is computed
+beside D. A product is never reduced to a scalar, which sm_100 does not compile: parts of dg go
+through memory as vectors and are summed as prefixes.
+
+A pointer's first value is that of the program's row and head; places inside are 32 bits.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.ops.launchers import INTERPRETED, device_of, table_of
+
+CHUNK, KEY_WIDTH, HALF = 64, 128, 64
+# Table (`launchers.table_of`) -> kernel -> options. BV: columns of V per program. With three stages
+# `dstates` has no room for its operands; what the others change keeps registers off the stack, or
+# fits the 99 KiB of shared memory that the smallest devices have.
+_HOPPER = {
+    "solve": {"num_warps": 4, "num_stages": 2},
+    "states": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "read": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "dstates": {"BV": 32, "num_warps": 4, "num_stages": 2},
+    "dread": {"num_warps": 8, "num_stages": 2},
+    "dsolve": {"num_warps": 8, "num_stages": 2},
+}
+OPTIONS = {
+    "large": _HOPPER,
+    "small": _HOPPER
+    | {
+        "states": {"BV": 32, "num_warps": 4, "num_stages": 2},
+        "dstates": {"BV": 32, "num_warps": 4, "num_stages": 1},
+    },
+    "blackwell": _HOPPER
+    | {
+        "states": {"BV": 64, "num_warps": 8, "num_stages": 2},
+        "dread": {"num_warps": 8, "num_stages": 1},
+    },
+}
+
+
+@cache
+def _find_options(device: torch.device) -> dict[str, dict[str, int]]:
+    if INTERPRETED:
+        return OPTIONS["large"]
+    properties = torch.cuda.get_device_properties(device)
+    return OPTIONS[table_of(properties.major, properties.shared_memory_per_block_optin)]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return outputs, the last state and T, as `gated_delta.gated_delta` does."""
+    launch = _Launcher(q, k, v, documents)
+    inverse = launch.empty(launch.num_chunks, *launch.outer, CHUNK, CHUNK)
+    W, U, sums = launch.solve(g, beta, inverse, is_known=False)
+    states, new, last = launch.states(W, U, sums, state)
+    out = torch.empty_like(new)
+    launch("read", q, k, new, states, sums, out)
+    return out, last, inverse
+
+
+def backward(
+    dout: Tensor,
+    dlast: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: Tensor,
+    state: Tensor | None,
+    inverse: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v, g, beta and the first state."""
+    launch, dout = _Launcher(q, k, v, documents), dout.contiguous()
+    W, U, sums = launch.solve(g, beta, inverse, is_known=True)
+    states, new, _ = launch.states(W, U, sums, state)
+    dstates, dnew = torch.empty_like(states), torch.empty_like(new)
+    dstate = launch.empty(*states.shape[0:1], *states.shape[2:], dtype=torch.float32)
+    operands = (q, k, W, sums, dout, dlast, dstates, dnew, dstate)
+    launch("dstates", *operands)
+    halves = KEY_WIDTH // HALF
+    dW, dq = torch.empty_like(W), torch.empty_like(q)
+    dk = torch.empty_like(k, dtype=torch.float32)
+    parts = (*states.shape[:3], halves, CHUNK)
+    dsums, wrote = (launch.empty(*parts, dtype=torch.float32) for _ in range(2))
+    carried = launch.empty(*states.shape[:4], dtype=torch.float32)
+    operands = (q, k, new, states, dstates, dnew, dout, sums, dq, dk, dW, dsums, wrote, carried)
+    launch("dread", *operands)
+    dk_through, dv = torch.empty_like(W), torch.empty_like(v)
+    dbeta, dg = torch.empty_like(sums), torch.empty_like(sums)
+    operands = (k, v, beta, inverse, dW, dnew, sums, dsums, wrote, carried)
+    launch("dsolve", *operands, dk_through, dv, dbeta, dg)
+    dk += dk_through.unflatten(2, (k.shape[2], -1)).sum(3, dtype=torch.float32)
+    return dq, dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype), dstate
+
+
+class _Launcher:
+    """Starts kernels; the grid ends with rows times value heads, or key heads for `dread`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> None:
+        (batch, self.size, heads, width), value_heads = k.shape, v.shape[2]
+        self.k, self.v, self.documents = k, v, documents.contiguous()
+        self.num_chunks = triton.cdiv(self.size, CHUNK)
+        self.outer = (batch, heads, value_heads // heads)
+        self.sizes = {"H": heads, "G": value_heads, "K": width, "V": v.shape[3], "C": CHUNK}
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.v.dtype, device=self.v.device)
+
+    def __call__(self, name: str, *operands: Tensor | None, **more: Any) -> None:
+        kernel: Any = KERNELS[name]
+        options = self.sizes | _find_options(self.v.device)[name] | more
+        blocks = options["V"] // options["BV"] if "BV" in options else options["K"] // HALF
+        chunks, heads = self.num_chunks, options["H" if name == "dread" else "G"]
+        # what walks over a row has no grid of chunks, and what takes whole heads none of blocks
+        grids = {"solve": (chunks,), "states": (blocks,), "dstates": (blocks,), "dsolve": (chunks,)}
+        grid = (*grids.get(name, (chunks, blocks)), self.k.shape[0] * heads)
+        with device_of(self.v):
+            kernel[grid](*operands, self.documents, self.size, chunks, **options)
+
+    def solve(self, g: Tensor, beta: Tensor, inverse: Tensor, *, is_known: bool):
+        """Return U, W and the sums of g in chunks; write T unless it is known."""
+        k, v = self.k, self.v
+        W, U = self.empty(*v.shape[:3], k.shape[3]), self.empty(*v.shape)
+        sums = self.empty(*g.shape, dtype=torch.float32)
+        operands = (k, v, g, beta, inverse, W, U, sums)
+        self("solve", *operands, IS_KNOWN=is_known)
+        return W, U, sums
+
+    def states(self, W: Tensor, U: Tensor, sums: Tensor, state: Tensor | None):
+        """Return the state before each chunk (B, N, G, K, V), `new`, and the last state."""
+        batch, _, value_heads, width = self.v.shape
+        outer, inner = (batch, self.num_chunks, value_heads), (self.k.shape[3], width)
+        states, new = self.empty(*outer, *inner), self.empty(*self.v.shape)
+        last = self.empty(batch, value_heads, *inner, dtype=torch.float32)
+        operands = (self.k, W, U, sums, state, states, new, last)
+        self("states", *operands)
+        return states, new, last
+
+
+@triton.jit
+def _at(pointer, b, size, heads, head, width):
+    """Where a head's first value of row b is."""
+    return pointer + (b.to(tl.int64) * size * heads + head) * width
+
+
+@triton.jit
+def _load(pointer, t, columns, stride, inside):
+    """(C, columns) of tokens t."""
+    place = pointer + t[:, None] * stride + columns[None, :]
+    return tl.load(place, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _load_t(pointer, t, columns, stride, inside):
+    """(columns, C) of tokens t."""
+    place = pointer + t[None, :] * stride + columns[:, None]
+    return tl.load(place, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def _store(pointer, t, columns, stride, inside, value):
+    place = pointer + t[:, None] * stride + columns[None, :]
+    tl.store(place, value.to(pointer.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _tokens(documents, n, S, C: tl.constexpr):
+    """Tokens of chunk n, whether they are in the row, and the documents of these, of the token
+    before the chunk, and of its last one. After the row's end its last document goes on.
+    """
+    t = n * C + tl.arange(0, C)
+    document = tl.load(documents + tl.minimum(t, S - 1))
+    before = tl.load(documents + tl.maximum(n * C - 1, 0))
+    last = tl.load(documents + tl.minimum(n * C + C - 1, S - 1))
+    return t, t < S, document, before, last
+
+
+@triton.jit
+def _factors(sums, n, S, G, t, inside, document, before, last, C: tl.constexpr):
+    """Return sums of g, and factors of the state before (read), to the state after (write), and of
+    the one to the other (keep).
+    """
+    total = tl.load(sums + tl.minimum(t, S - 1) * G)
+    end = tl.load(sums + tl.minimum(n * C + C - 1, S - 1) * G)
+    read = tl.where((document == before) & inside, tl.exp(total), 0.0)
+    write = tl.where((document == last) & inside, tl.exp(end - total), 0.0)
+    return total, read, write, tl.where(last == before, tl.exp(end), 0.0)
+
+
+@triton.jit
+def _decay(total, document, C: tl.constexpr, FIRST: tl.constexpr):
+    """D without the diagonals above -FIRST."""
+    i = tl.arange(0, C)
+    seen = (document[:, None] == document[None, :]) & (i[:, None] >= i[None, :] + FIRST)
+    return tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
+def _decay_t(total, document, C: tl.constexpr, FIRST: tl.constexpr):
+    """Return the transpose of `_decay`, computed as such."""
+    i = tl.arange(0, C)
+    seen = (document[:, None] == document[None, :]) & (i[None, :] >= i[:, None] + FIRST)
+    return tl.exp(tl.where(seen, total[None, :] - total[:, None], float("-inf")))
+
+
+@triton.jit
+def _invert(A, C: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A, from the inverses of ever larger diagonal
+    blocks. Powers of A would lose all digits where keys are alike.
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
+    X = _merge(_merge(_merge(X, A, i, j, 2), A, i, j, 4), A, i, j, 8)
+    return _merge(_merge(X, A, i, j, 16), A, i, j, 32)
+
+
+@triton.jit
+def _merge(X, A, i, j, size: tl.constexpr):
+    """Return the inverses of diagonal blocks of twice the size."""
+    corner = (i // (2 * size) == j // (2 * size)) & (i // size > j // size)
+    part = tl.dot(X, tl.where(corner, A, 0.0), input_precision="tf32")
+    return X - tl.dot(part, X, input_precision="tf32")
+
+
+@triton.jit
+def solve_kernel(
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    beta_ptr,
+    T_ptr,
+    W_ptr,
+    U_ptr,
+    sums_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    IS_KNOWN: tl.constexpr,
+):
+    """Compute sums of g, T, W, U of one chunk and value head."""
+    n, program = tl.program_id(0), tl.program_id(1)
+    b, head = program // G, program % G
+    t, inside, document, before, _ = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
+    gate = tl.load(_at(g_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0)
+    total = tl.cumsum(gate.to(tl.float32), 0)
+    tl.store(_at(sums_ptr, b, S, G, head, 1) + t * G, total, mask=inside)
+    beta = tl.load(_at(beta_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0).to(tl.float32)
+    keys, values = tl.arange(0, K), tl.arange(0, V)
+    k_base = _at(k_ptr, b, S, H, head // (G // H), K)
+    k = _load(k_base, t, keys, H * K, inside)
+    i = tl.arange(0, C)
+    T_place = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
+    T_place += i[:, None] * C + i[None, :]
+    if IS_KNOWN:
+        T = tl.load(T_place)
+    else:
+        A = tl.dot(k, _load_t(k_base, t, keys, H * K, inside)) * _decay(total, document, C, 1)
+        T = _invert(A * beta[:, None], C).to(k.dtype)
+        tl.store(T_place, T)
+    read = tl.where(document == before, tl.exp(total), 0.0)
+    w = tl.dot(T, (k * (beta * read)[:, None]).to(T.dtype))
+    _store(_at(W_ptr, b, S, G, head, K), t, keys, G * K, inside, w)
+    v = _load(_at(v_ptr, b, S, G, head, V), t, values, G * V, inside)
+    u = tl.dot(T, (v * beta[:, None]).to(T.dtype))
+    _store(_at(U_ptr, b, S, G, head, V), t, values, G * V, inside, u)
+
+
+@triton.jit
+def states_kernel(
+    k_ptr,
+    W_ptr,
+    U_ptr,
+    sums_ptr,
+    first_ptr,
+    states_ptr,
+    new_ptr,
+    last_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Walk over the chunks of one row, for BV columns of a value head's state, in two halves of
+    K.
+    """
+    tl.static_assert(K == 128)
+    block, program = tl.program_id(0), tl.program_id(1)
+    b, head = program // G, program % G
+    half, values = tl.arange(0, 64), block * BV + tl.arange(0, BV)
+    inner = half[:, None] * V + values[None, :]
+    documents, sums = _at(documents_ptr, b, S, 1, 0, 1), _at(sums_ptr, b, S, G, head, 1)
+    k_base, w_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(W_ptr, b, S, G, head, K)
+    u_base, new_base = _at(U_ptr, b, S, G, head, V), _at(new_ptr, b, S, G, head, V)
+    state_1, state_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
+    if first_ptr is not None:
+        first = first_ptr + program.to(tl.int64) * K * V + inner
+        state_1, state_2 = tl.load(first), tl.load(first + 64 * V)
+    for n in range(N):
+        t, inside, document, before, last = _tokens(documents, n, S, C)
+        _, _, write, keep = _factors(sums, n, S, G, t, inside, document, before, last, C)
+        place = states_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V + inner
+        rounded_1, rounded_2 = (
+            state_1.to(k_ptr.dtype.element_ty),
+            state_2.to(k_ptr.dtype.element_ty),
+        )
+        tl.store(place, rounded_1)
+        tl.store(place + 64 * V, rounded_2)
+        new = _load(u_base, t, values, G * V, inside).to(tl.float32)
+        new -= tl.dot(_load(w_base, t, half, G * K, inside), rounded_1)
+        new -= tl.dot(_load(w_base + 64, t, half, G * K, inside), rounded_2)
+        rounded = new.to(k_ptr.dtype.element_ty)
+        _store(new_base, t, values, G * V, inside, rounded)
+        k_1 = _load_t(k_base, t, half, H * K, inside) * write[None, :]
+        k_2 = _load_t(k_base + 64, t, half, H * K, inside) * write[None, :]
+        state_1 = state_1 * keep + tl.dot(k_1.to(rounded.dtype), rounded)
+        state_2 = state_2 * keep + tl.dot(k_2.to(rounded.dtype), rounded)
+    end = last_ptr + program.to(tl.int64) * K * V + inner
+    tl.store(end, state_1)
+    tl.store(end + 64 * V, state_2)
+
+
+@triton.jit
+def read_kernel(
+    q_ptr,
+    k_ptr,
+    new_ptr,
+    states_ptr,
+    sums_ptr,
+    out_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Compute the outputs of one chunk, for BV columns of a value head."""
+    n, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = program // G, program % G
+    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
+    sums = _at(sums_ptr, b, S, G, head, 1)
+    total, read, _, _ = _factors(sums, n, S, G, t, inside, document, before, last, C)
+    keys, values = tl.arange(0, K), block * BV + tl.arange(0, BV)
+    q = _load(_at(q_ptr, b, S, H, head // (G // H), K), t, keys, H * K, inside)
+    k_t = _load_t(_at(k_ptr, b, S, H, head // (G // H), K), t, keys, H * K, inside)
+    state = states_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V
+    out = tl.dot(q, tl.load(state + keys[:, None] * V + values[None, :])) * read[:, None]
+    attended = (tl.dot(q, k_t) * _decay(total, document, C, 0)).to(q.dtype)
+    out += tl.dot(attended, _load(_at(new_ptr, b, S, G, head, V), t, values, G * V, inside))
+    _store(_at(out_ptr, b, S, G, head, V), t, values, G * V, inside, out)
+
+
+@triton.jit
+def dstates_kernel(
+    q_ptr,
+    k_ptr,
+    W_ptr,
+    sums_ptr,
+    dout_ptr,
+    dlast_ptr,
+    dstates_ptr,
+    dnew_ptr,
+    dfirst_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Walk back: the gradients of the state after each chunk and of `new`, for BV columns of a
+    value head.
+    """
+    tl.static_assert(K == 128)
+    block, program = tl.program_id(0), tl.program_id(1)
+    b, head = program // G, program % G
+    half, keys, values = tl.arange(0, 64), tl.arange(0, K), block * BV + tl.arange(0, BV)
+    inner = half[:, None] * V + values[None, :]
+    documents, sums = _at(documents_ptr, b, S, 1, 0, 1), _at(sums_ptr, b, S, G, head, 1)
+    q_base = _at(q_ptr, b, S, H, head // (G // H), K)
+    k_base, w_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(W_ptr, b, S, G, head, K)
+    dout_base, dnew_base = _at(dout_ptr, b, S, G, head, V), _at(dnew_ptr, b, S, G, head, V)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    dstate_1, dstate_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
+    if dlast_ptr is not None:
+        end = dlast_ptr + program.to(tl.int64) * K * V + inner
+        dstate_1, dstate_2 = tl.load(end), tl.load(end + 64 * V)
+    for m in range(N):
+        n = N - 1 - m
+        t, inside, document, before, last = _tokens(documents, n, S, C)
+        factors = _factors(sums, n, S, G, t, inside, document, before, last, C)
+        total, read, write, keep = factors
+        place = dstates_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V + inner
+        rounded_1, rounded_2 = dstate_1.to(dtype), dstate_2.to(dtype)
+        tl.store(place, rounded_1)
+        tl.store(place + 64 * V, rounded_2)
+        dout = _load(dout_base, t, values, G * V, inside)
+        k = _load(k_base, t, keys, H * K, inside)
+        q_t = _load_t(q_base, t, keys, H * K, inside)
+        attended_t = (tl.dot(k, q_t) * _decay_t(total, document, C, 0)).to(dtype)
+        dnew = tl.dot(attended_t, dout)
+        k_1 = _load(k_base, t, half, H * K, inside) * write[:, None]
+        k_2 = _load(k_base + 64, t, half, H * K, inside) * write[:, None]
+        dnew += tl.dot(k_1.to(dtype), rounded_1)
+        dnew += tl.dot(k_2.to(dtype), rounded_2)
+        rounded = dnew.to(dtype)
+        _store(dnew_base, t, values, G * V, inside, rounded)
+        q_1 = _load_t(q_base, t, half, H * K, inside) * read[None, :]
+        q_2 = _load_t(q_base + 64, t, half, H * K, inside) * read[None, :]
+        dstate_1 = dstate_1 * keep + tl.dot(q_1.to(dtype), dout)
+        dstate_1 -= tl.dot(_load_t(w_base, t, half, G * K, inside), rounded)
+        dstate_2 = dstate_2 * keep + tl.dot(q_2.to(dtype), dout)
+        dstate_2 -= tl.dot(_load_t(w_base + 64, t, half, G * K, inside), rounded)
+    first = dfirst_ptr + program.to(tl.int64) * K * V + inner
+    tl.store(first, dstate_1)
+    tl.store(first + 64 * V, dstate_2)
+
+
+@triton.jit
+def dread_kernel(
+    q_ptr,
+    k_ptr,
+    new_ptr,
+    states_ptr,
+    dstates_ptr,
+    dnew_ptr,
+    dout_ptr,
+    sums_ptr,
+    dq_ptr,
+    dk_ptr,
+    dW_ptr,
+    dsums_ptr,
+    wrote_ptr,
+    carried_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of queries and keys, and dW, for a chunk, a key head, and half of its columns.
+
+    A program walks over the value heads of its key head, so that dq and dk need no sum afterwards.
+    dk, float32, lacks what comes through T; `dsums`, `wrote` and `carried` are parts of the
+    gradient of the sums of g.
+    """
+    n, part, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, key_head = program // H, program % H
+    repeats: tl.constexpr = G // H
+    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
+    half = tl.arange(0, 64)
+    keys = part * 64 + half
+    k_base = _at(k_ptr, b, S, H, key_head, K)
+    q = _load(_at(q_ptr, b, S, H, key_head, K), t, keys, H * K, inside)
+    k = _load(k_base, t, keys, H * K, inside)
+    # of these columns: other programs add what the others give to dsums
+    qk = tl.dot(q, _load_t(k_base, t, keys, H * K, inside))
+    dq, dk = tl.zeros([C, 64], tl.float32), tl.zeros([C, 64], tl.float32)
+    for r in range(repeats):
+        head = key_head * repeats + r
+        sums = _at(sums_ptr, b, S, G, head, 1)
+        factors = _factors(sums, n, S, G, t, inside, document, before, last, C)
+        total, read, write, _ = factors
+        dout_base, new_base = _at(dout_ptr, b, S, G, head, V), _at(new_ptr, b, S, G, head, V)
+        dnew_base = _at(dnew_ptr, b, S, G, head, V)
+        # Several loops over V: together, their sums would not fit the registers.
+        dP = tl.zeros([C, C], tl.float32)
+        for x in range(V // 64):
+            values = x * 64 + half
+            dout = _load(dout_base, t, values, G * V, inside)
+            dP += tl.dot(dout, _load_t(new_base, t, values, G * V, inside))
+        dP *= _decay(total, document, C, 0)
+        dq += tl.dot(dP.to(k.dtype), k)
+        dsums = tl.sum(dP * qk, 1) - tl.sum(dP * qk, 0)
+        dP_t = tl.zeros([C, C], tl.float32)
+        for x in range(V // 64):
+            values = x * 64 + half
+            new = _load(new_base, t, values, G * V, inside)
+            dP_t += tl.dot(new, _load_t(dout_base, t, values, G * V, inside))
+        dP_t *= _decay_t(total, document, C, 0)
+        dk += tl.dot(dP_t.to(q.dtype), q)
+        wrote, carried = tl.zeros([C], tl.float32), tl.zeros([64], tl.float32)
+        place = ((b.to(tl.int64) * N + n) * G + head) * K
+        for x in range(V // 64):
+            values = x * 64 + half
+            inner = (place + keys[None, :]) * V + values[:, None]
+            state_t, dstate_t = tl.load(states_ptr + inner), tl.load(dstates_ptr + inner)
+            carried += tl.sum(state_t.to(tl.float32) * dstate_t, 0)
+            dq_read = tl.dot(_load(dout_base, t, values, G * V, inside), state_t) * read[:, None]
+            dq += dq_read
+            dsums += tl.sum(dq_read * q, 1)
+            dk_write = tl.dot(_load(new_base, t, values, G * V, inside), dstate_t)
+            dk_write *= write[:, None]
+            dk += dk_write
+            wrote += tl.sum(dk_write * k, 1)
+        tl.store(carried_ptr + place + keys, carried)
+        vector = (place // 64 + part) * C + tl.arange(0, C)
+        tl.store(dsums_ptr + vector, dsums)
+        tl.store(wrote_ptr + vector, wrote)
+        dW = tl.zeros([C, 64], tl.float32)
+        for x in range(V // 64):
+            values = x * 64 + half
+            inner = (place + keys[None, :]) * V + values[:, None]
+            dnew = _load(dnew_base, t, values, G * V, inside)
+            dW -= tl.dot(dnew, tl.load(states_ptr + inner))
+        _store(_at(dW_ptr, b, S, G, head, K), t, keys, G * K, inside, dW)
+    _store(_at(dq_ptr, b, S, H, key_head, K), t, keys, H * K, inside, dq)
+    _store(_at(dk_ptr, b, S, H, key_head, K), t, keys, H * K, inside, dk)
+
+
+@triton.jit
+def dsolve_kernel(
+    k_ptr,
+    v_ptr,
+    beta_ptr,
+    T_ptr,
+    dW_ptr,
+    dnew_ptr,
+    sums_ptr,
+    dsums_ptr,
+    wrote_ptr,
+    carried_ptr,
+    dk_ptr,
+    dv_ptr,
+    dbeta_ptr,
+    dg_ptr,
+    documents_ptr,
+    S,
+    N,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients through T and its operands of one chunk and value head: the rest of dk, dv, dbeta,
+    dg.
+    """
+    n, program = tl.program_id(0), tl.program_id(1)
+    b, head = program // G, program % G
+    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
+    sums = _at(sums_ptr, b, S, G, head, 1)
+    total, read, _, keep = _factors(sums, n, S, G, t, inside, document, before, last, C)
+    beta = tl.load(_at(beta_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0).to(tl.float32)
+    half, i = tl.arange(0, 64), tl.arange(0, C)
+    k_base, dw_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(dW_ptr, b, S, G, head, K)
+    v_base, dnew_base = _at(v_ptr, b, S, G, head, V), _at(dnew_ptr, b, S, G, head, V)
+    dk_base, dv_base = _at(dk_ptr, b, S, G, head, K), _at(dv_ptr, b, S, G, head, V)
+    T_base = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
+    T_t = tl.load(T_base + i[None, :] * C + i[:, None])
+    dtype: tl.constexpr = T_ptr.dtype.element_ty
+    # dT = dU (beta v)^T + dW (beta e^G k)^T
+    dT, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    dbeta, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for x in range(V // 64):
+        values = x * 64 + half
+        dnew = _load(dnew_base, t, values, G * V, inside)
+        v_t = _load_t(v_base, t, values, G * V, inside) * beta[None, :]
+        dT += tl.dot(dnew, v_t.to(dtype))
+        dbv = tl.dot(T_t, dnew)
+        dbeta += tl.sum(dbv * _load(v_base, t, values, G * V, inside), 1)
+        _store(dv_base, t, values, G * V, inside, dbv * beta[:, None])
+    for x in range(K // 64):
+        keys = x * 64 + half
+        dW = _load(dw_base, t, keys, G * K, inside)
+        k_t = _load_t(k_base, t, keys, H * K, inside) * (beta * read)[None, :]
+        dT += tl.dot(dW, k_t.to(dtype))
+        along += tl.sum(tl.dot(T_t, dW) * _load(k_base, t, keys, H * K, inside), 1)
+    dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, document, C, 1)
+    for x in range(K // 64):
+        keys = x * 64 + half
+        k_t = _load_t(k_base, t, keys, H * K, inside)
+        kk += tl.dot(_load(k_base, t, keys, H * K, inside), k_t)
+    dbeta += read * along + tl.sum(dA * kk, 1)
+    dA *= beta[:, None]
+    dsums = beta * read * along + tl.sum(dA * kk, 1) - tl.sum(dA * kk, 0)
+    # Its transpose, by products of its own, and after the rest: registers are scarce.
+    dT_t = tl.zeros([C, C], tl.float32)
+    for x in range(V // 64):
+        values = x * 64 + half
+        v = _load(v_base, t, values, G * V, inside) * beta[:, None]
+        dT_t += tl.dot(v.to(dtype), _load_t(dnew_base, t, values, G * V, inside))
+    for x in range(K // 64):
+        keys = x * 64 + half
+        k = _load(k_base, t, keys, H * K, inside) * (beta * read)[:, None]
+        dT_t += tl.dot(k.to(dtype), _load_t(dw_base, t, keys, G * K, inside))
+    place = ((b.to(tl.int64) * N + n) * G + head) * K
+    wrote = tl.zeros([C], tl.float32)
+    for part in range(K // 64):
+        vector = (place // 64 + part) * C + i
+        dsums += tl.load(dsums_ptr + vector)
+        wrote += tl.load(wrote_ptr + vector)
+    T = tl.load(T_base + i[:, None] * C + i[None, :])
+    dA_t = tl.dot(tl.dot(T, dT_t.to(dtype)).to(dtype), T) * _decay_t(total, document, C, 1)
+    both = (dA - dA_t * beta[None, :]).to(dtype)  # dA + dA^T
+    for x in range(K // 64):
+        keys = x * 64 + half
+        dk = tl.dot(T_t, _load(dw_base, t, keys, G * K, inside)) * (beta * read)[:, None]
+        dk += tl.dot(both, _load(k_base, t, keys, H * K, inside))
+        _store(dk_base, t, keys, G * K, inside, dk)
+    tl.store(_at(dbeta_ptr, b, S, G, head, 1) + t * G, dbeta, mask=inside)
+    # The write factors e^(G_C - G_j) reach the gates after j, what is carried all of them.
+    carry = tl.sum(tl.load(carried_ptr + place + tl.arange(0, K)), 0) * keep
+    dg = tl.cumsum(dsums, 0, reverse=True) + tl.cumsum(wrote, 0) - wrote + carry
+    tl.store(_at(dg_ptr, b, S, G, head, 1) + t * G, dg, mask=inside)
+
+
+KERNELS = {
+    "solve": solve_kernel,
+    "states": states_kernel,
+    "read": read_kernel,
+    "dstates": dstates_kernel,
+    "dread": dread_kernel,
+    "dsolve": dsolve_kernel,
+}
