@@ -249,8 +249,9 @@ def gated_delta_backward(
     dk = c.write[..., None] * dk_write + (c.beta * c.read)[..., None] * dbk
     dk = dk.sum(3, keepdim=True) + dattended.mT @ c.q + (dA + dA.mT) @ c.k
     dv = dbv.mul_(c.beta[..., None])
-    grads = (_join(*pair) for pair in ((dq, q), (dk, k), (dv, v), (dg, g), (dbeta, beta)))
-    return *grads, dstates[0].flatten(1, 2).clone()
+    results = ((dq, q), (dk, k), (dv, v), (dg, g), (dbeta, beta))
+    dq, dk, dv, dg, dbeta = (_join(*pair) for pair in results)
+    return dq, dk, dv, dg, dbeta, dstates[0].flatten(1, 2).clone()
 
 
 class _Chunks:
@@ -289,8 +290,7 @@ class _Chunks:
 
     def invert(self) -> Tensor:
         """Return T = (I + A)^-1."""
-        A = self.kk * self.D
-        A *= self.beta[..., None]
+        A = (self.kk * self.D).mul_(self.beta[..., None])
         eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
         solved = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
         return solved.contiguous()
