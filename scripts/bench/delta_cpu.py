@@ -30,9 +30,9 @@ from titanlite.ops.gated_delta import gated_delta_rule, l2_norm
 HEADS, VALUE_HEADS, WIDTH = 8, 16, 128
 
 
-def ours(q: Tensor, *inputs: Tensor) -> Tensor:
+def ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Compute the outputs by titanlite's operator."""
-    return gated_delta_rule(q * WIDTH**-0.5, *inputs)[0]
+    return gated_delta_rule(q * WIDTH**-0.5, k, v, g, beta)[0]
 
 
 def theirs(*inputs: Tensor) -> Tensor:
