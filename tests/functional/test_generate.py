@@ -27,6 +27,7 @@ FAMILIES = {
     "dots1": ["--model.name=dots1"],
     "glm4_moe": ["--model.name=glm4_moe"],
     "deepseek_v3": ["--model.name=deepseek_v3"],
+    "qwen3_next": ["--model.name=qwen3_next"],
     # The prompts are as long as its pretraining was, and their continuations longer.
     "yarn": [
         "--model.name=qwen2",
@@ -40,9 +41,9 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3 tied", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3"},
+    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next"},
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
-    "PP2xCP2": {"llama", "dots1", "deepseek_v3"},
+    "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }
 NEW = 9
 # 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward

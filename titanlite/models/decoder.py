@@ -195,9 +195,6 @@ class Decoder(Model):
         parts = (module for module in self.modules() if isinstance(module, Part))
         return {getattr(part, name) for part in parts for name in part.float32}
 
-    def can_cache(self, device: torch.device) -> bool:
-        return all(module.can_cache for module in self.modules() if isinstance(module, Part))
-
     def all_layers(self) -> list[nn.Module]:
         return list(self.model.layers)
 

@@ -11,7 +11,7 @@ key head, W taps.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Ones, Recipe, Source
 from titanlite.models.attention import SelfAttention
-from titanlite.models.interface import Context, Core
+from titanlite.models.interface import Context, Core, LayerCache
 from titanlite.models.layers import Linear, RMSNorm
 from titanlite.ops import local_tensor
-from titanlite.ops.causal_conv import causal_conv
-from titanlite.ops.gated_delta import gated_delta_rule, l2_norm, log_decay
+from titanlite.ops.causal_conv import causal_conv, last_inputs
+from titanlite.ops.gated_delta import gated_delta_rule, gated_delta_step, l2_norm, log_decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +65,60 @@ class CoreDelta(Core):
         gates_BSh2R: torch.Tensor,
         weights: tuple[torch.Tensor, ...],
         documents_BS: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """Return the heads' outputs (B, S, h, R V)."""
         taps_hJW, A_log_hR, dt_bias_hR = weights
-        y_BSC = causal_conv(mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1), documents_BS)
-        q_BShK, k_BShK, v_BSh = y_BSC.view_as(mixed_BShJ).split(self.widths, dim=-1)
+        mixed_BSC, taps_CW = mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1)
         b_BShR, a_BShR = gates_BSh2R.chunk(2, dim=-1)
         g_BSg = log_decay(a_BShR.flatten(2), A_log_hR.flatten(), dt_bias_hR.flatten())
-        out_BSgV, _ = gated_delta_rule(
-            l2_norm(q_BShK, q_BShK.shape[-1] ** -0.5),
-            l2_norm(k_BShK),
-            v_BSh.unflatten(-1, (b_BShR.shape[-1], -1)).flatten(2, 3),
-            g_BSg,
-            b_BShR.flatten(2).to(g_BSg.dtype).sigmoid(),
-            documents_BS,
-        )
+        beta_BSg = b_BShR.flatten(2).to(g_BSg.dtype).sigmoid()
+        if cache is not None:
+            out_BSgV = self._go_on(mixed_BSC, taps_CW, g_BSg, beta_BSg, cache)
+        else:
+            y_BSC = causal_conv(mixed_BSC, taps_CW, documents_BS)
+            heads = self._split(y_BSC, g_BSg.shape[-1])
+            out_BSgV, _ = gated_delta_rule(*heads, g_BSg, beta_BSg, documents_BS)
         return out_BSgV.unflatten(2, (-1, b_BShR.shape[-1])).flatten(3)
+
+    def _split(
+        self, y_BSC: torch.Tensor, value_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries and keys (B, S, h, K), normalized, and values (B, S, g, V)."""
+        y_BShJ = y_BSC.unflatten(-1, (-1, sum(self.widths)))
+        q_BShK, k_BShK, v_BSh = y_BShJ.split(self.widths, dim=-1)
+        v_BSgV = v_BSh.flatten(2).unflatten(-1, (value_heads, -1))
+        return l2_norm(q_BShK, q_BShK.shape[-1] ** -0.5), l2_norm(k_BShK), v_BSgV
+
+    def _go_on(
+        self,
+        mixed_BSC: torch.Tensor,
+        taps_CW: torch.Tensor,
+        g_BSg: torch.Tensor,
+        beta_BSg: torch.Tensor,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """Return the outputs of prompts, or of one more token of each row; the cache keeps the
+        convolution's last inputs (B, W - 1, C) and the states (B, g, K, V).
+        """
+        lengths_B, value_heads = cache.lengths, g_BSg.shape[-1]
+        if cache.state is None:
+            before_BLC = mixed_BSC.new_zeros(len(lengths_B), taps_CW.shape[1] - 1, len(taps_CW))
+            slots_S = torch.arange(mixed_BSC.shape[1], device=mixed_BSC.device)
+            inside_BS1 = (slots_S < lengths_B[:, None])[..., None]
+            heads = self._split(causal_conv(mixed_BSC, taps_CW), value_heads)
+            # Padding leaves a state as it is.
+            out, state = gated_delta_rule(*heads, g_BSg * inside_BS1, beta_BSg * inside_BS1)
+            cache.state = last_inputs(mixed_BSC, before_BLC, lengths_B), state
+            return out
+        (before_BLC, state), count = cache.state, len(lengths_B)
+        new_B1C = mixed_BSC[0, :count].unsqueeze(1)
+        y_B1C = causal_conv(new_B1C, taps_CW, None, before_BLC)
+        q_BhK, k_BhK, v_BgV = (x.squeeze(1) for x in self._split(y_B1C, value_heads))
+        gates = g_BSg[0, :count], beta_BSg[0, :count]
+        out, state = gated_delta_step(q_BhK, k_BhK, v_BgV, *gates, state)
+        cache.state = torch.cat([before_BLC, new_B1C], 1)[:, 1:], state
+        return F.pad(out, (0, 0, 0, 0, 0, mixed_BSC.shape[1] - count)).unsqueeze(0)
 
 
 class GatedDeltaNet(SelfAttention):
@@ -90,7 +128,6 @@ class GatedDeltaNet(SelfAttention):
 
     splits: ClassVar = {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
     float32: ClassVar = ("A_log", "dt_bias")
-    can_cache: ClassVar = False
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -119,13 +156,16 @@ class GatedDeltaNet(SelfAttention):
             "dt_bias": Init(Ones(), dtype=torch.float32),
         }
 
-    def attend(self, x_BSD: torch.Tensor, context: Context, cache: Any = None) -> torch.Tensor:
+    def attend(
+        self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
+    ) -> torch.Tensor:
         values = self.widths[2]
         projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
         mixed_BSHJ, z_BSH = projected.split([sum(self.widths), values], dim=-1)
         gates_BSH2R = self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
         documents_BS = context.documents_BS
-        out_BSH = self.core(mixed_BSHJ, gates_BSH2R, self._weights_of_share(), documents_BS)
+        weights = self._weights_of_share()
+        out_BSH = self.core(mixed_BSHJ, gates_BSH2R, weights, documents_BS, cache)
         out_BSHRV, z_BSHRV = (x.unflatten(-1, (-1, self.value_dim)) for x in (out_BSH, z_BSH))
         normed_BSHRV = self.norm(out_BSHRV)
         wide = torch.promote_types(x_BSD.dtype, torch.float32)

@@ -13,7 +13,18 @@ from titanlite.ops.attention import AttentionBackend, AttentionMask
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer that are kept from forward to forward."""
+    """What one layer keeps from forward to forward: keys and values, or a part's own state.
+
+    Attributes:
+        lengths: (B,) int64, tokens of each row before this forward; in the first one, of its
+            prompt.
+        state: a part's own; None before the first forward.
+    """
+
+    @property
+    def lengths(self) -> torch.Tensor: ...
+
+    state: tuple[torch.Tensor, ...] | None
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
@@ -85,12 +96,10 @@ class Part(nn.Module):
         splits: names of linear layers that tensor parallelism splits, and along which dim of their
             weights: 0 the output, 1 the input. What is not listed is replicated.
         float32: names of parameters that are kept, and computed with, in float32.
-        can_cache: False: the part keeps nothing in a `LayerCache`.
     """
 
     splits: ClassVar[Mapping[str, int]] = {}
     float32: ClassVar[Sequence[str]] = ()
-    can_cache: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

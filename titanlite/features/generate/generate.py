@@ -411,14 +411,19 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V); latent attention's are kept
-    expanded.
+    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V), latent attention's expanded; or
+    the `state` of a gated delta net, whatever the number of tokens.
     """
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
+        self.state: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        return self._cache.lengths_B
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
