@@ -176,14 +176,12 @@ def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
             config = replace(config, partial_rotary_factor=0.25)
         written = write(config, {}, tmp_path)
         newer = {"rope_parameters": written.pop("rope_parameters")}
-        newer |= (
-            {"num_local_experts": written.pop("num_local_experts")}
-            if "num_local_experts" in written
-            else {}
-        )
+        older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+        if "num_local_experts" in written:
+            newer["num_local_experts"] = written.pop("num_local_experts")
+            older.add("num_experts")
         (tmp_path / "older.json").write_text(json.dumps(written))
         assert model_config_from_hf(tmp_path / "older.json") == config
-        older = {"model_type", "rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
         rest = {
             key: value for key, value in written.items() if key == "model_type" or key not in older
         }

@@ -91,7 +91,7 @@ def test_products_and_collectives_are_those_of_the_layers(mode):
     # tokens is overlapped, and where the layer is computed again that of the results too. Small:
     # counts of copies and rows, the experts' numbers, and the routers' weights with their
     # gradients.
-    copies, small = 2 * COPIES * D * 2, 2 * 2 * 8 + 2 * COPIES * TOP_K * (8 + 4 + 4)
+    copies, small = 2 * COPIES * D * 2, 2 * 2 * 4 + 2 * COPIES * TOP_K * (8 + 4 + 4)
     assert parts["all_to_all over ep"] == Work(
         nbytes=(3 * copies + small) * LAYERS, launches=7 * LAYERS
     )

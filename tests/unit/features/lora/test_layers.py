@@ -53,7 +53,7 @@ def save(folder, model, plan, section, base="base"):
     def rest(path):
         write_adapter_config(path, model, section, str(base))
 
-    commit_folder(folder, adapter_files(plan), render(rest))
+    commit_folder(folder, adapter_files(plan), render("the adapters", rest))
 
 
 @pytest.fixture
