@@ -160,6 +160,6 @@ def test_each_part_says_which_heads_cannot_be_exchanged():
         "them. Lower one of the degrees."
     ]
     assert problems(model, Degrees(tp=4)) == [
-        "parallelism: tensor_parallel_degree (4) does not divide num_kv_heads (2).",
         "parallelism: tensor_parallel_degree (4) does not divide linear_num_key_heads (2).",
+        "parallelism: tensor_parallel_degree (4) does not divide num_kv_heads (2).",
     ]
