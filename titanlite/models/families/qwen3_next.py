@@ -2,7 +2,7 @@
 last one has attention with an output gate; all have experts, and a shared one with a gate.
 
 Norms are zero-centred: their weights begin at 0, and 1 is added. Layers for multi-token prediction
-are neither trained nor saved, as in transformers.
+(`mtp.*`) are not trained; what is saved has them as they were loaded.
 """
 
 from dataclasses import replace
