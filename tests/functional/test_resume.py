@@ -24,6 +24,7 @@ HALF, ALL = 3, 5
 TWO = Degrees(dp_shard=2)  # where the mesh does not matter
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
+NEXT = ["--model.name=qwen3_next", "--moe.aux_loss_coeff=0.01"]
 SCHEDULE = [
     f"--training.steps={ALL}",
     "--lr_scheduler.warmup_steps=4",
@@ -99,6 +100,7 @@ def contents(folder, step):
         ("CP2xTP2xEP4", []),
         ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
         ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
+        ("EP2xFSDP2", [*NEXT, *MUON]),
     ],
     ids=[
         "FSDP4",
@@ -109,6 +111,7 @@ def contents(folder, step):
         "CP2xTP2xEP4",
         "pipeline",
         "pipeline async",
+        "gated delta net",
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
