@@ -38,6 +38,7 @@ EXPECTED = {
     "qwen3_30b_a3b_sft",
     "qwen3_8b_lora",
     "qwen3_8b_sft",
+    "qwen3_next_80b_a3b_sft",
     "sft_arithmetic",
 }
 
