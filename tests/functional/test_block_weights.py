@@ -36,11 +36,18 @@ LATENT = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
 }
+DELTA = {
+    **SIZES,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 128,
+}
 MODELS = {
     "qwen3_moe": ("qwen3_moe", SIZES),
     "few_experts": ("qwen3_moe", FEW_EXPERTS),
     "qwen3": ("qwen3", {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}),
     "deepseek_v3": ("deepseek_v3", LATENT),
+    "qwen3_next": ("qwen3_next", DELTA),
 }
 SELECTIVE = "--activation_checkpoint.mode=selective"
 FULL = "--activation_checkpoint.mode=full"
@@ -105,6 +112,8 @@ def run_alone(warm_run, base_of, single_runs):
         ("CP2xTP2", "qwen3_moe", "nf4", []),
         ("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
+        ("TP2xEP2", "qwen3_next", "nf4", []),
+        ("EP2xFSDP2", "qwen3_next", "fp8", [FULL]),
         # frozen experts without adapters
         ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
         ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
