@@ -4,15 +4,17 @@ float32.
 
     python scripts/bench/step_cpu.py
 
-Two comparisons, on a Qwen3-MoE with 16 experts, 4 per token, whose weights both ways read from one
-checkpoint:
+Three comparisons, on a Qwen3-MoE or Qwen3-Next with 16 experts, 4 per token, whose weights both ways
+read from one checkpoint:
 
 one process   4 layers, hidden size 128 with 4 x 256 tokens and 384 with 2 x 256; the usual loop
+documents     one process, the same documents: titanlite packs them into its rows, and the loop has one
+              per row, as long as the longest
 four ranks    8 layers, hidden size 256, 1 x 512 tokens per rank; the loop's model is sharded by FSDP2
 
 The loop is forward, backward, `clip_grad_norm_` and fused AdamW, with grouped_mm experts.
 titanlite's step is the trainer's, on four ranks with the experts split over the ranks. Both have
-one document per row, no router loss and no recomputation. Each way has processes of its own, with
+one document per row but where the name says otherwise, no router loss and no recomputation. Each way has processes of its own, with
 one thread each; the ways take turns, step by step, so that a machine that becomes slower does so
 for both. Every step's losses are compared.
 
@@ -33,7 +35,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from titanlite.base.process import keep_freed_memory
@@ -68,12 +70,17 @@ _LEARNING_RATE, _WEIGHT_DECAY, _BETAS, _MAX_NORM = 3e-4, 0.1, (0.9, 0.95), 1.0
 _LOSS_TOLERANCE = 1e-5  # relative; seen: 3e-7
 _WARM_UP = 2  # steps
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+Documents = list[torch.Tensor]  # tokens of each
+Step = Callable[[Documents], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batches, for a number of ranks."""
+    """A model and its batches, for a number of ranks.
+
+    With `rows`, the lengths of the documents of each of titanlite's rows, the loop has a row for
+    each document.
+    """
 
     ranks: int
     vocab_size: int
@@ -82,13 +89,30 @@ class Case:
     layers: int
     sequences: int
     seq_len: int
+    family: str = "qwen3_moe"
+    rows: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         ranks = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{ranks}, {self.sequences} x {self.seq_len} tokens, hidden size {self.hidden_size}"
+        size = f"{self.sequences} x {self.seq_len} tokens, hidden size {self.hidden_size}"
+        name = "Qwen3-Next, " if self.family == "qwen3_next" else ""
+        if not self.rows:
+            return f"{name}{ranks}, {size}"
+        fill = sum(map(sum, self.rows)) / (self.sequences * self.seq_len)
+        count = sum(map(len, self.rows))
+        return f"{name}{ranks}, {size}, {count} documents, fill {fill:.0%}"
 
-    def to_config(self) -> Qwen3MoeConfig:
-        return Qwen3MoeConfig(
+    def to_config(self) -> PreTrainedConfig:
+        delta = {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "shared_expert_intermediate_size": self.expert_size,
+        }
+        return AutoConfig.for_model(
+            self.family,
+            **(delta if self.family == "qwen3_next" else {}),
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=3 * self.hidden_size,
@@ -109,37 +133,49 @@ class Case:
             pad_token_id=None,
         )
 
-    def make_tokens(self, step: int, rank: int) -> torch.Tensor:
-        """Make a rank's tokens of a step, (B, S): a token occurs as 1 / its id, so that there is
+    def make_documents(self, step: int, rank: int) -> Documents:
+        """Make a rank's documents of a step: a token occurs as 1 / its id, so that there is
         something to learn.
         """
         generator = torch.Generator().manual_seed(1000 * step + rank)
         weights = 1.0 / torch.arange(1, self.vocab_size + 1)
-        tokens = torch.multinomial(
-            weights, self.sequences * self.seq_len, True, generator=generator
-        )
-        return tokens.view(self.sequences, self.seq_len)
+        lengths = [n for row in self.rows for n in row] or [self.seq_len] * self.sequences
+        tokens = torch.multinomial(weights, sum(lengths), True, generator=generator)
+        return list(tokens.split(lengths))
+
+    def pack(self, documents: Documents) -> Batch:
+        """Put documents into titanlite's rows."""
+        if not self.rows:
+            tokens = torch.stack(documents)
+            labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
+            return Batch(tokens, labels, None, None)
+        shape = self.sequences, self.seq_len
+        tokens, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        labels = torch.full(shape, IGNORE_INDEX)
+        numbers = torch.full(shape, -1)
+        left = iter(documents)
+        for row, lengths in enumerate(self.rows):
+            start = 0
+            for number, length in enumerate(lengths):
+                document = next(left)
+                here = slice(start, start + length)
+                tokens[row, here], positions[row, here] = document, torch.arange(length)
+                labels[row, start : start + length - 1] = document[1:]
+                numbers[row, here] = number
+                start += length
+        return Batch(tokens, labels, positions, numbers)
 
 
+_SMALL = Case(
+    ranks=1, vocab_size=1024, hidden_size=128, expert_size=64, layers=4, sequences=4, seq_len=256
+)
+_NEXT = replace(_SMALL, family="qwen3_next")
 CASES = (
-    Case(
-        ranks=1,
-        vocab_size=1024,
-        hidden_size=128,
-        expert_size=64,
-        layers=4,
-        sequences=4,
-        seq_len=256,
-    ),
-    Case(
-        ranks=1,
-        vocab_size=1024,
-        hidden_size=384,
-        expert_size=192,
-        layers=4,
-        sequences=2,
-        seq_len=256,
-    ),
+    _SMALL,
+    replace(_SMALL, hidden_size=384, expert_size=192, sequences=2),
+    _NEXT,
+    replace(_NEXT, hidden_size=384, expert_size=192, sequences=2),
+    replace(_NEXT, rows=((150, 80), (105, 70, 55), (201, 30), (130, 100))),
     Case(
         ranks=4,
         vocab_size=8192,
@@ -152,10 +188,10 @@ CASES = (
 )
 
 
-def build_titanlite(folder: Path, ranks: int) -> Step:
+def build_titanlite(folder: Path, case: Case) -> Step:
     """Build the trainer's step, of a model that is sharded on meta and read from `folder`."""
     keep_freed_memory()
-    job = JobConfig()
+    ranks, job = case.ranks, JobConfig()
     job.optimizer.lr, job.optimizer.weight_decay = _LEARNING_RATE, _WEIGHT_DECAY
     job.optimizer.beta1, job.optimizer.beta2 = _BETAS
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
@@ -172,21 +208,20 @@ def build_titanlite(folder: Path, ranks: int) -> Step:
     optimizer = build_adamw(model, job.optimizer)
     trainer = TrainStep(Run(job, config, dims, device), model, optimizer, NextToken())
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE_INDEX)
-        return trainer.train_step([Batch(tokens, labels, None, None)]).loss
+    def step(documents: Documents) -> torch.Tensor:
+        return trainer.train_step([case.pack(documents)]).loss
 
     return step
 
 
-def build_loop(folder: Path, ranks: int) -> Step:
+def build_loop(folder: Path, case: Case) -> Step:
     """Build the usual loop on transformers' model; on several ranks FSDP2 shards each layer and the
     rest.
     """
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm"
     )
-    if ranks > 1:
+    if case.ranks > 1:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
@@ -199,8 +234,10 @@ def build_loop(folder: Path, ranks: int) -> Step:
     ]
     optimizer = torch.optim.AdamW(groups, lr=_LEARNING_RATE, betas=_BETAS, fused=True)
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+    def step(documents: Documents) -> torch.Tensor:
+        tokens = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        labels = nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=IGNORE_INDEX)
+        loss = model(input_ids=tokens, labels=labels).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)
         optimizer.step()
@@ -210,7 +247,7 @@ def build_loop(folder: Path, ranks: int) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[Path, int], Step]] = {
+WAYS: dict[str, Callable[[Path, Case], Step]] = {
     "titanlite": build_titanlite,
     "transformers": build_loop,
 }
@@ -223,7 +260,7 @@ class Team:
     """
 
     def __init__(
-        self, case: Case, build: Callable[[Path, int], Step], folder: Path, name: str
+        self, case: Case, build: Callable[[Path, Case], Step], folder: Path, name: str
     ) -> None:
         context = multiprocessing.get_context("fork")
         sys.stdout.flush()
@@ -257,7 +294,7 @@ class Team:
 
 
 def _serve(
-    case: Case, build: Callable[[Path, int], Step], folder: Path, store: Path, rank: int, pipe: Any
+    case: Case, build: Callable[[Path, Case], Step], folder: Path, store: Path, rank: int, pipe: Any
 ) -> None:
     """Run one rank of a team until nobody gives orders any more."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -267,13 +304,13 @@ def _serve(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks
         )
-        step = build(folder, case.ranks)
+        step = build(folder, case)
         while True:
             number = pipe.recv()
-            tokens = case.make_tokens(number, rank)
+            documents = case.make_documents(number, rank)
             dist.barrier()
             before_s = time.process_time()
-            loss = step(tokens)
+            loss = step(documents)
             cpu_s = time.process_time() - before_s
             pipe.send_bytes(pickle.dumps((cpu_s, loss.item())))
     except EOFError:
@@ -292,7 +329,8 @@ def compare(case: Case, steps: int) -> str:
     with tempfile.TemporaryDirectory(prefix="titanlite-bench-") as path, ExitStack() as stack:
         folder = Path(path)
         torch.manual_seed(0)
-        Qwen3MoeForCausalLM(case.to_config()).to(torch.float32).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(case.to_config(), dtype=torch.float32)
+        model.save_pretrained(folder)
         teams = {
             name: stack.enter_context(Team(case, build, folder, name))
             for name, build in WAYS.items()
@@ -345,6 +383,8 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20, help="of each way and case (default 20)")
     parser.add_argument("--ranks", type=int, choices=(1, 4), help="only the cases of so many ranks")
+    families = sorted({case.family for case in CASES})
+    parser.add_argument("--family", choices=families, help="only the cases of this family")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     disable_progress_bar()
@@ -354,7 +394,8 @@ def main() -> None:
         "| | titanlite, CPU s | transformers, CPU s | ratio | middle half |\n|---|---|---|---|---|"
     )
     for case in CASES:
-        if arguments.ranks in (None, case.ranks):
+        of_family = arguments.family in (None, case.family)
+        if of_family and arguments.ranks in (None, case.ranks):
             print(compare(case, arguments.steps), flush=True)
     print("\n" + describe())
 
