@@ -82,7 +82,9 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, t
 
     # no backward here: with a CUDA build, ranks forked after one cannot run another
     def save():
-        rest = render("the adapters", lambda path: write_adapter_config(path, model, section, "base"))
+        rest = render(
+            "the adapters", lambda path: write_adapter_config(path, model, section, "base")
+        )
         commit_folder(folder, adapter_files(plan), rest)
 
     run_ranks(1, save)

@@ -46,7 +46,10 @@ def make(folder, family, section, run_ranks, base_dtype=torch.float32):
         commit_folder(
             folder / "adapter",
             adapter_files(plan),
-            render("the adapters", lambda path: write_adapter_config(path, model, section, str(folder / "base"))),
+            render(
+                "the adapters",
+                lambda path: write_adapter_config(path, model, section, str(folder / "base")),
+            ),
         )
 
     run_ranks(1, rank_main)
