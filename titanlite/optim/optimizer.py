@@ -210,9 +210,10 @@ class FiniteGuard:
     def look(self) -> NonFiniteSteps | None:
         """Return the non-finite steps since the last look, or None. Synchronizes."""
         new = list[int]()
-        for step, finite in self._seen:
+        flags = torch.stack([finite for _, finite in self._seen]).tolist() if self._seen else []
+        for (step, _), is_finite in zip(self._seen, flags, strict=True):
             if len(self._run) < self._limit:  # otherwise nothing was applied any more
-                self._run = [] if finite.item() else [*self._run, step]
+                self._run = [] if is_finite else [*self._run, step]
                 new += self._run[-1:]
         self._seen = []
         if not new:
