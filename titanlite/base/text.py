@@ -77,6 +77,11 @@ def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
     return text if len(text) <= most else f"{text[:most]} [{len(text) - most:,} more characters]"
 
 
+def fold_name(name: str) -> str:
+    """Return the pattern of the name of a tensor that those of other layers have too."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
 def fold_names(names: Iterable[str]) -> str:
     """Return the patterns of the `names` of tensors with the numbers of their layers, such as
     `model.layers.*.mlp.gate.expert_bias (layers 3, 4)`.
@@ -84,7 +89,7 @@ def fold_names(names: Iterable[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         number = _NUMBER.search(name)
-        groups.setdefault(_NUMBER.sub(".*.", name), []).append(number[1] if number else "")
+        groups.setdefault(fold_name(name), []).append(number[1] if number else "")
     return "; ".join(f"{pattern} (layers {list_names(at)})" for pattern, at in groups.items())
 
 

@@ -1,6 +1,5 @@
 """The warning of trained parameters that have no gradient."""
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -11,7 +10,7 @@ from torch import nn
 
 from titanlite.base.events import record_event
 from titanlite.base.log import logger
-from titanlite.base.text import format_count
+from titanlite.base.text import fold_name, format_count
 from titanlite.features.record.run_files import record_trained
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
@@ -39,7 +38,7 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
         clean_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
     reached = params.keys() - set(names)
-    pattern_of = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    pattern_of = {name: fold_name(name) for name in names}
     too_wide = {
         p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)
     }
