@@ -179,7 +179,7 @@ class Model(nn.Module):
 
     def core_flops(self, seq_len: int) -> list[int]:
         """Return each layer's forward FLOPs per token where the tokens of a sequence interact."""
-        return [2 * self.config.attention_width * seq_len] * self.config.num_layers
+        raise NotImplementedError
 
     def expert_counters(self) -> dict[int, Any]:
         """Return the counters of routed rows of the MoE layers on this rank, by the layer's

@@ -370,6 +370,10 @@ class TransformersModel(Model):
         # lose FSDP's hook.
         return alone(probes.find_embedding(model)), alone(self.head) if self.is_plain_head else []
 
+    def core_flops(self, seq_len: int) -> list[int]:
+        """Return those of attention, causal-halved, whatever the layers have."""
+        return [2 * self.config.attention_width * seq_len] * self.config.num_layers
+
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:
         return probes.find_embedding(self._transformers_model), self.head
 
