@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titanlite.checkpoint.bias import is_bias
 from titanlite.materialize.sources import Init, Source, Zeros
 from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
@@ -178,9 +179,6 @@ class TransformersMoE(NamedTuple):
     gate: TransformersRouter
 
 
-_BIASES = ("e_score_correction_bias", "expert_bias")  # buffers of transformers' classes
-
-
 def find_router(model: nn.Module, path: str, experts: nn.Module) -> TransformersRouter | None:
     """Return the router of the `experts` at `path` of `model`, if it has a bias that only chooses
     experts. It is the module around the experts, or next to them.
@@ -188,7 +186,7 @@ def find_router(model: nn.Module, path: str, experts: nn.Module) -> Transformers
     size = (getattr(experts, "num_experts", 0),)
     for module in model.get_submodule(path.rpartition(".")[0]).modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name in _BIASES and buffer.shape == size:
+            if is_bias(name) and buffer.shape == size:
                 return TransformersRouter(module, name)
     return None
 

@@ -421,8 +421,9 @@ class TransformersModel(Model):
                 f"moe.expert_bias_update_rate = {moe.expert_bias_update_rate} moves the bias of "
                 f"routers, but those of transformers' {name} have no such buffer. Leave it out."
             )
-        if device.type == "cuda" and all(map(is_plain_swiglu, self.expert_modules.values())):
-            self._use_titanlite_experts()
+        experts = self.expert_modules.values()
+        if device.type == "cuda" and experts and all(map(is_plain_swiglu, experts)):
+            use_titanlite_experts(self._transformers_model)
 
     def split_experts(self) -> list[nn.Module]:
         problems = [
@@ -445,11 +446,7 @@ class TransformersModel(Model):
     def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
         for experts in self.expert_modules.values():
             setattr(experts, DISPATCH, dispatch)
-        self._use_titanlite_experts()
-
-    def _use_titanlite_experts(self) -> None:
-        if self.expert_modules:
-            use_titanlite_experts(self._transformers_model)
+        use_titanlite_experts(self._transformers_model)
 
     def draws_random(self) -> bool:
         return True  # unknown: the class decides
