@@ -31,7 +31,10 @@ FAMILIES = {
     "deepseek_v3": ["--model.name=deepseek_v3"],
     "qwen2": ["--model.name=qwen2"],
     "qwen3_next": ["--model.name=qwen3_next"],
+    "qwen3_5_text": ["--model.name=qwen3_5_text"],
+    "qwen3_5_moe_text": ["--model.name=qwen3_5_moe_text"],
 }
+DENSE = ("qwen2", "qwen3", "llama", "qwen3_5_text")
 UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
 # The ladder, one process included.
@@ -77,7 +80,7 @@ def load(job, folder, dtype=torch.float32):
 
 def _meshes_of(family, meshes):
     all_meshes = {"1": Degrees(), **meshes}
-    is_moe = not {f"--model.name={name}" for name in ("qwen2", "qwen3", "llama")} & {*family}
+    is_moe = not {f"--model.name={name}" for name in DENSE} & {*family}
     return {name: all_meshes[name] for name in LADDER if is_moe or all_meshes[name].ep == 1}
 
 
@@ -109,7 +112,8 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
 
     # The one thing that a checkpoint of Qwen's experts may lack is the bias that its architecture
     # does not have.
-    allowed = jobs[one].model_config.num_layers if family in ("qwen3_moe", "qwen3_next") else 0
+    without_bias = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
+    allowed = jobs[one].model_config.num_layers if family in without_bias else 0
     for names, world_size in (([one], 1), (others, 4)):
         for drawn in run_ranks(world_size, rank_main, names):
             assert drawn == dict.fromkeys(names, allowed), (

@@ -3,6 +3,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,7 @@ from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
 _SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
+_FUSED = re.compile(r"model\.layers\.\d+\..*\.experts\.gate_up_proj")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = (
     "tie_word_embeddings",
@@ -91,8 +93,9 @@ class CheckpointFormat(Protocol):
 
 def format_of(model: Any) -> CheckpointFormat:
     """Return the format of the weights of `model`."""
-    own = getattr(model, "checkpoint_format", None)  # not of the native decoder
-    return NativeFormat(model.config) if own is None else own
+    if getattr(model, "checkpoint_format", None) is None:
+        model.checkpoint_format = NativeFormat(model.config)
+    return model.checkpoint_format
 
 
 def weights_of(
@@ -171,8 +174,9 @@ class HFCheckpoint:
         self.name = f"checkpoint {folder}"
         self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
         self._folder = folder
+        self._config = config
         self._family = family_of(config)
-        self.stored = with_base_prefix(stored)
+        self.stored = with_base_prefix(stored, self._family.other_prefix)
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
@@ -197,16 +201,15 @@ class HFCheckpoint:
             used.update([piece.key for piece in pieces])
             # the model's own files have it too, with fewer bits
             if pieces[0].key.startswith(MASTER_PREFIX):
-                used.update(
-                    [piece.key for piece in checkpoint_pieces(name, info.shape, self._family)]
-                )
+                used.update([piece.key for piece in self._pieces_in_model(name, info.shape)])
             found = [piece for piece in pieces if piece.key in self.stored.tensors]
             if not found:
                 continue  # the plan knows whether it may be absent
-            missing = [piece.key for piece in pieces if piece.key not in self.stored.tensors]
+            absent = (piece.key for piece in pieces if piece.key not in self.stored.tensors)
+            missing = dict.fromkeys(absent)
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
             parts = [part for piece in found for part in self._place(piece, used, problems)]
-            claims += [(name, Unfit(problem)) for problem in problems]
+            claims += [(name, Unfit(problem)) for problem in dict.fromkeys(problems)]
             placed[name] = (info.shape, parts)
             keeps_float32 = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
             claims.append((name, Read(self.reader, name, info.shape, keeps_float32)))
@@ -257,9 +260,14 @@ class HFCheckpoint:
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         if MASTER_PREFIX + name in self.stored.tensors:
             return [whole(MASTER_PREFIX + name, shape)]
-        if is_sidecar(name, self._family) or name in self.stored.tensors:
-            return [whole(name, shape)]  # also fused experts, as transformers has them in memory
-        return list(checkpoint_pieces(name, shape, self._family))
+        if is_sidecar(name, self._family):
+            return [whole(name, shape)]
+        return self._pieces_in_model(name, shape)
+
+    def _pieces_in_model(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """Return the pieces in the model's own files; any family's experts may be fused there."""
+        fused = name in self.stored.tensors
+        return list(checkpoint_pieces(name, shape, self._config, fused=fused))
 
     def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
         stored = self.stored.tensors[piece.key]
@@ -270,7 +278,7 @@ class HFCheckpoint:
             )
         used.update(companions(piece.key) if stored.dtype in FP8 else ())
         try:
-            return place(stored, piece.region, self.stored.tensors, self.stored.block)
+            return place(stored, piece.region, self.stored.tensors, self.stored.block, piece.row)
         except ValueError as error:
             problems.append(f"{self.name}: {error}.")
             return []
@@ -319,9 +327,13 @@ class NativeFormat:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
+        self._fused = False
 
     def sources(self, folder: str, stored: Stored) -> "HFCheckpoint":
+        """Return the weights `stored` in `folder`; saving takes over how experts are stored."""
         checkpoint = HFCheckpoint(folder, stored, self._config)
+        if family_of(self._config).keeps_fused_experts:
+            self._fused = any(_FUSED.fullmatch(key) for key in checkpoint.stored.tensors)
         is_tied = self._config.tie_word_embeddings
         if is_tied and {_HEAD, _EMBEDDING} <= checkpoint.stored.tensors.keys():
             checkpoint.untied = on_first_rank(checkpoint.find_untied)
@@ -329,6 +341,10 @@ class NativeFormat:
 
     def check(self, plan: Plan) -> list[str]:
         return []
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[Piece]:
+        """Return the checkpoint tensors that the run-time tensor `name` is saved as."""
+        return checkpoint_pieces(name, shape, self._config, fused=self._fused)
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
         family = family_of(self._config)
@@ -347,8 +363,7 @@ class NativeFormat:
                 if entry.fqn in used:
                     sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))
                 continue
-            pieces = checkpoint_pieces(entry.fqn, shape, family)
-            model += [Item.of(piece, stored, *shard) for piece in pieces]
+            model += [Item.of(piece, stored, *shard) for piece in self.pieces(entry.fqn, shape)]
             if exact and stored.itemsize < entry.dtype.itemsize:
                 masters.append(
                     Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard)

@@ -2,7 +2,8 @@
 under which key.
 
 Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart,
-and the router's bias has the family's own name, or none.
+or fused as in memory; the router's bias has the family's own name, or none; and a family may have
+rows in another order.
 """
 
 import re
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from titanlite.config.model import ModelConfig
 from titanlite.materialize import Region
-from titanlite.models.families import Family
+from titanlite.models.families import family_of
+from titanlite.models.families.family import Family
 
 # Holds the tensors for which the family's architecture has no key; they are kept, never dropped.
 SIDECAR_FILE = "expert_bias.safetensors"
@@ -30,11 +33,15 @@ PREDICTION_KEY = "eh_proj.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor: key and shape are those on disk."""
+    """One checkpoint tensor, or rows of one: key and shape are those on disk.
+
+    Several pieces of a key follow one another as its rows do, and fill it.
+    """
 
     key: str
     shape: tuple[int, ...]
     region: Region  # of the run-time tensor; leading dims of length 1 are dropped on disk
+    row: int = 0  # of the stored tensor, the first one that the region is stored in
 
 
 def is_sidecar(name: str, family: Family) -> bool:
@@ -47,12 +54,23 @@ def whole(key: str, shape: tuple[int, ...]) -> Piece:
     return Piece(key, shape, Region((0,) * len(shape), shape))
 
 
-def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iterator[Piece]:
+def checkpoint_pieces(
+    name: str, shape: tuple[int, ...], config: ModelConfig, *, fused: bool = False
+) -> Iterator[Piece]:
     """Yield the checkpoint tensors that together store the run-time tensor `name` of global
-    `shape`.
+    `shape`; `fused` experts are stored as they are in memory.
     """
+    family = family_of(config)
     prefix, _, leaf = name.rpartition(".")
-    if leaf == "gate_up_proj" and len(shape) == 3:
+    if rows := list(stored_rows(name, config)):
+        row = 0
+        for start, count in rows:
+            region = Region((start, *[0] * (len(shape) - 1)), (count, *shape[1:]))
+            yield Piece(name, shape, region, row)
+            row += count
+    elif fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
+        yield whole(name, shape)
+    elif leaf == "gate_up_proj" and len(shape) == 3:
         half, width = shape[1] // 2, shape[2]
         for expert in range(shape[0]):
             for part, start in (("gate_proj", 0), ("up_proj", half)):
@@ -69,6 +87,14 @@ def checkpoint_pieces(name: str, shape: tuple[int, ...], family: Family) -> Iter
             else name,
             shape,
         )
+
+
+def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
+    """Return the rows of the run-time tensor `name` in the order in which they are stored (first
+    row, number of rows); nothing where that is their order in memory.
+    """
+    orders = family_of(config).row_orders
+    return next((order(config) for key, order in orders.items() if re.search(key, name)), ())
 
 
 def find_passengers(

@@ -43,6 +43,7 @@ class Placed:
     region: Region
     scale: StoredTensor | None = None
     block: tuple[int, int] = (128, 128)
+    row: int = 0  # of the tensor that `scale` has factors of, the first one of `stored`
 
 
 def place(
@@ -50,15 +51,18 @@ def place(
     region: Region,
     tensors: Mapping[str, StoredTensor],
     block: tuple[int, int] | None,
+    row: int = 0,
 ) -> list[Placed]:
     """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those
-    of `find_scale`.
+    of `find_scale`. A region of fewer rows is stored from `row` on.
     """
+    count = region.lengths[0] if len(region.lengths) == len(stored.shape) > 0 else None
+    part = stored if count in (None, stored.shape[0]) else stored.rows(row, count)
     if stored.dtype not in FP8:
-        return [Placed(stored, region)]
+        return [Placed(part, region)]
     scale, block = find_scale(stored, tensors, block)
     if len(stored.shape) == 2:
-        return [Placed(stored, region, scale, block)]
+        return [Placed(part, region, scale, block, row)]
     return [
         Placed(
             stored.index(i),
@@ -342,6 +346,7 @@ def _dequantize(
     """Read the factors; return float32 values, or codes and factors encoded unchanged."""
     assert placed.scale is not None
     (top, left), (height, width), block = box.starts[-2:], box.lengths[-2:], placed.block
+    top += placed.row
     rows = torch.arange(top, top + height) // block[0]
     columns = torch.arange(left, left + width, 1 if kept_by is None else block[1]) // block[1]
     needed = placed.scale.rows(int(rows[0]), int(rows[-1] - rows[0]) + 1)

@@ -5,6 +5,7 @@ Headers follow from names, shapes and dtypes, so every rank knows the layout of 
 asking. Nothing is gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
 """
 
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ _Copies = dict[_Identity, torch.Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it.
+    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it;
+    or some rows of one, followed by the items of those after them.
 
     If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in
     `dtype`. The rank that writes it asks for consecutive parts, from several threads.
@@ -77,7 +79,9 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
     groups: list[list[Item]] = [[]]
     used = 0
     for item in items:
-        if groups[-1] and used + item.nbytes > limit:
+        is_new = not groups[-1] or groups[-1][-1].key != item.key
+        nbytes = math.prod(item.shape) * item.dtype.itemsize
+        if groups[-1] and is_new and used + nbytes > limit:
             groups.append([])
             used = 0
         groups[-1].append(item)
@@ -86,7 +90,9 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
     for i, held in enumerate(groups):
         *starts, nbytes = accumulate((item.nbytes for item in held), initial=0)
         header = encode_header(
-            (x.key, x.dtype, x.shape, start) for x, start in zip(held, starts, strict=True)
+            (x.key, x.dtype, x.shape, start)
+            for x, start, before in zip(held, starts, [None, *held], strict=False)
+            if before is None or before.key != x.key
         )
         placed = tuple(
             (item, len(header) + start) for item, start in zip(held, starts, strict=True)

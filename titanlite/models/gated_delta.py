@@ -1,5 +1,5 @@
-"""Gated delta net (arXiv:2412.06464) of Qwen3-Next: a state per value head in place of keys and
-values.
+"""Gated delta net (arXiv:2412.06464) of Qwen3-Next and Qwen3.5: a state per value head in place of
+keys and values.
 
 Single-device code on local tensors, like attention. Inputs of the convolution, gates and states
 belong to heads, so tensor and context parallelism give each rank some of them. What is small and
@@ -122,8 +122,8 @@ class CoreDelta(Core):
 
 
 class GatedDeltaNet(SelfAttention):
-    """Rows of its input projections are stored by key head: [query, key, values, output gates] and
-    [b, a] of each.
+    """Qwen3-Next's: rows of its input projections are by key head, [query, key, values, output
+    gates] and [b, a] of each.
     """
 
     splits: ClassVar = {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
@@ -136,8 +136,9 @@ class GatedDeltaNet(SelfAttention):
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
         self.repeats, self.value_dim = value_heads // heads, value
         self.widths = key, key, self.repeats * value
-        self.in_proj_qkvz = Linear(hidden, heads * (2 * key + 2 * self.widths[2]), std=std)
-        self.in_proj_ba = Linear(hidden, 2 * value_heads, std=std)
+        outputs = self._list_projections(heads, value_heads)
+        for name, width in outputs.items():
+            setattr(self, name, Linear(hidden, width, std=std))
         self.conv1d = Convolution(heads * sum(self.widths), config.linear_conv_kernel_dim, std)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(value_heads, dtype=torch.float32)) for _ in range(2)
@@ -159,10 +160,7 @@ class GatedDeltaNet(SelfAttention):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        values = self.widths[2]
-        projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
-        mixed_BSHJ, z_BSH = projected.split([sum(self.widths), values], dim=-1)
-        gates_BSH2R = self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
+        mixed_BSHJ, z_BSH, gates_BSH2R = self._project(x_BSD)
         documents_BS = context.documents_BS
         weights = self._weights_of_share()
         out_BSH = self.core(mixed_BSHJ, gates_BSH2R, weights, documents_BS, cache)
@@ -170,6 +168,20 @@ class GatedDeltaNet(SelfAttention):
         normed_BSHRV = self.norm(out_BSHRV)
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSD.dtype).flatten(2)
+
+    def _list_projections(self, heads: int, value_heads: int) -> dict[str, int]:
+        """Return the width of the result of each input projection."""
+        row = sum(self.widths) + self.widths[2]
+        return {"in_proj_qkvz": heads * row, "in_proj_ba": 2 * value_heads}
+
+    def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return inputs of the convolution (B, S, h, J), output gates (B, S, h, R V) and gates
+        [b, a] (B, S, h, 2 R).
+        """
+        values = self.widths[2]
+        projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
+        mixed_BSHJ, z_BSH = projected.split([sum(self.widths), values], dim=-1)
+        return mixed_BSHJ, z_BSH, self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
 
     def _weights_of_share(self) -> tuple[torch.Tensor, ...]:
         """Return taps (h, J, W), A_log and dt_bias (h, R) of the heads that this rank has in the
@@ -186,3 +198,33 @@ class GatedDeltaNet(SelfAttention):
         part, parts = self.core.share
         mine = slice(part * heads // parts, (part + 1) * heads // parts)
         return taps_HJW[mine], A_log_HR[mine], dt_bias_HR[mine]
+
+
+class SeparateGatedDeltaNet(GatedDeltaNet):
+    """Qwen3.5's: a projection each for [query, key, values], output gates, b and a. Rows of the
+    first are by key head in memory, by kind on disk (`Family.row_orders`).
+    """
+
+    splits: ClassVar = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 0) | {
+        "out_proj": 1
+    }
+
+    def _list_projections(self, heads: int, value_heads: int) -> dict[str, int]:
+        return {
+            "in_proj_qkv": heads * sum(self.widths),
+            "in_proj_z": heads * self.widths[2],
+            "in_proj_b": value_heads,
+            "in_proj_a": value_heads,
+        }
+
+    def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        projected = (
+            (self.in_proj_qkv, sum(self.widths)),
+            (self.in_proj_z, self.widths[2]),
+            (self.in_proj_b, self.repeats),
+            (self.in_proj_a, self.repeats),
+        )
+        mixed_BSHJ, z_BSH, *gates = (
+            project(x_BSD).unflatten(-1, (-1, width)) for project, width in projected
+        )
+        return mixed_BSHJ, z_BSH, torch.cat(gates, dim=-1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titanlite.checkpoint.pieces import stored_rows
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -43,6 +44,12 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
     return model
 
 
+def rows_as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """The tensor `name` with its rows in the order of Hugging Face's checkpoints."""
+    rows = list(stored_rows(name, config))
+    return torch.cat([values[start : start + count] for start, count in rows]) if rows else values
+
+
 def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
     """transformers' own model with the values of `ours`, plain attention and plain experts."""
     hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
@@ -52,7 +59,7 @@ def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
     )
     key = family_of(config).expert_bias_key
     values = {
-        name.replace("expert_bias", key) if key else name: value
+        name.replace("expert_bias", key) if key else name: rows_as_stored(name, value, config)
         for name, value in ours.state_dict().items()
         if key or not name.endswith("expert_bias")
     }
@@ -64,10 +71,13 @@ def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
 
 @pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
-    """`tiny.config(family, **changes)`, `tiny.ours(config)`, `tiny.theirs(config, ours)`."""
+    """`tiny.config(family, **changes)`, `tiny.ours(config)`, `tiny.theirs(config, ours)`,
+    `tiny.as_stored(name, values, config)`.
+    """
     make: dict[str, Callable[..., Any]] = {
         "config": small_config,
         "ours": build_ours,
         "theirs": build_theirs,
+        "as_stored": rows_as_stored,
     }
     return SimpleNamespace(**make)

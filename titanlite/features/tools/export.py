@@ -21,8 +21,8 @@ from titanlite.base.text import Parser, command
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import index_of, warn_of_sidecar, weights_of
-from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, checkpoint_pieces, is_sidecar, whole
+from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
+from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, is_sidecar, whole
 from titanlite.checkpoint.reader import timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
@@ -204,7 +204,7 @@ def _lay_out(
         has_key = not is_sidecar(entry.fqn, family)
         stored = entry.saved_dtype(dtype)
         pieces = (
-            checkpoint_pieces(entry.fqn, entry.info.shape, family)
+            format_of(plan.model).pieces(entry.fqn, entry.info.shape)
             if has_key
             else [whole(entry.fqn, entry.info.shape)]
         )

@@ -140,8 +140,8 @@ _DELTA_BOUNDS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
     "linear_conv_kernel_dim": (1, 2**10),
-    "shared_expert_intermediate_size": _SIZE,
 }
+_SHARED_BOUNDS = {"shared_expert_intermediate_size": _SIZE}
 _LATENT_BOUNDS = {
     **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
     "q_lora_rank": (0, 2**27),
@@ -156,6 +156,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
         **(_MOE_BOUNDS if config.num_experts > 0 else {}),
         **(_LATENT_BOUNDS if is_latent else {}),
         **(_DELTA_BOUNDS if config.full_attention_interval else {}),
+        **(_SHARED_BOUNDS if config.full_attention_interval and config.num_experts else {}),
     }
     problems = [
         f"{name} = {getattr(config, name)} is not between {low} and {high}."
@@ -270,6 +271,15 @@ class Family:
     layer: Callable[[ModelConfig, int], Layer] = standard_layer
     # of the router's bias buffer in checkpoints, if the architecture has one
     expert_bias_key: str | None = None
+    # Rows of tensors in the order in which they are stored, where that is another one than in
+    # memory, by patterns of names: the first row in memory, and a number of rows.
+    row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
+        default_factory=dict
+    )
+    # Of the keys of the base model where it is a part of a larger one, in place of "model.".
+    other_prefix: str = ""
+    # True: a folder with all experts of a layer in one tensor is saved so, too.
+    keeps_fused_experts: bool = False
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Return the sizes that transformers' class reads from `hf`, the content of a config.json;

@@ -76,6 +76,9 @@ def _moe_sizes(config: ModelConfig) -> PartSizes:
 ATTENTION = Part("titanlite.models.attention:Attention", _attention_sizes)
 LATENT_ATTENTION = Part("titanlite.models.attention:LatentAttention", _attention_sizes)
 GATED_DELTA = Part("titanlite.models.gated_delta:GatedDeltaNet", _gated_delta_sizes)
+SEPARATE_GATED_DELTA = Part(
+    "titanlite.models.gated_delta:SeparateGatedDeltaNet", _gated_delta_sizes
+)
 FEED_FORWARD = Part(
     "titanlite.models.layers:FeedForward",
     lambda config: _width_sizes("intermediate_size", config.intermediate_size),

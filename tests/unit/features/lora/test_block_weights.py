@@ -24,7 +24,7 @@ from titanlite.materialize import Init, Normal, ReadRequest, Region, build_plan,
 from titanlite.materialize import execute as execute_module
 from titanlite.materialize.layout import encoding_of, num_values, shape_of
 from titanlite.models.decoder import build_decoder
-from titanlite.models.families import families, family_of
+from titanlite.models.families import families
 from titanlite.models.interface import is_adapter
 
 # Widths that are several blocks, one, and parts of one.
@@ -68,11 +68,10 @@ def is_encoded(name):
 
 def as_stored(model, dtype=torch.float32):
     """The parameters under Hugging Face's keys."""
-    family = family_of(model.config)
     return {
         piece.key: param.detach()[piece.region.slices].reshape(piece.shape).to(dtype).contiguous()
         for name, param in model.named_parameters()
-        for piece in checkpoint_pieces(name, tuple(param.shape), family)
+        for piece in checkpoint_pieces(name, tuple(param.shape), model.config)
     }
 
 

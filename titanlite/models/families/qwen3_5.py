@@ -1,0 +1,84 @@
+"""Text models of Qwen3.5 and 3.6: Qwen3-Next's layers, dense or with experts; what its gated delta
+net projects together has a projection each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from titanlite.config.model import ModelConfig
+from titanlite.models.families.family import (
+    COMMON_KEYS,
+    DEBUG_EXPERTS,
+    DEBUG_SIZES,
+    MOE_KEYS,
+    Family,
+    preset,
+)
+from titanlite.models.families.parts import SEPARATE_GATED_DELTA
+from titanlite.models.families.qwen3_next import (
+    DEBUG_DELTA,
+    DELTA_KEYS,
+    FIXED,
+    HAS_EXPERTS,
+    HAS_INTERVAL,
+    NEXT,
+    SHARED_EXPERT_KEYS,
+    mixed_layer,
+)
+
+
+def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Yield rows of all queries, all keys and all values; in memory they are by key head."""
+    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    value = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    for start, width in ((0, key), (key, key), (2 * key, value)):
+        for head in range(heads):
+            yield head * (2 * key + value) + start, width
+
+
+_DENSE = replace(NEXT, family="qwen3_5_text", vocab_size=248320, shared_expert_intermediate_size=0)
+_MOE = replace(_DENSE, family="qwen3_5_moe_text", shared_expert_intermediate_size=512)
+
+QWEN3_5 = Family(
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    keys={**COMMON_KEYS, **DELTA_KEYS},
+    fixed={key: value for key, value in FIXED.items() if key != "score_func"},
+    rotates_partially=True,
+    rules=(HAS_INTERVAL,),
+    layer=partial(mixed_layer, SEPARATE_GATED_DELTA),
+    other_prefix="model.language_model.",
+    row_orders={r"\.linear_attn\.in_proj_qkv\.(weight|lora_B)$": _rows_by_kind},
+    presets={
+        "debug": replace(_DENSE, **DEBUG_SIZES, **DEBUG_DELTA),
+        "27B": preset(_DENSE, (5120, 64, 24, 4, 17408), linear_num_value_heads=48),
+    },
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    keys={
+        key: name
+        for key, name in {**QWEN3_5.keys, **MOE_KEYS, **SHARED_EXPERT_KEYS}.items()
+        if key not in ("intermediate_size", "norm_topk_prob")
+    },
+    fixed={**FIXED, "norm_topk_prob": True},
+    rules=(HAS_INTERVAL, HAS_EXPERTS),
+    keeps_fused_experts=True,
+    presets={
+        "debug": replace(_MOE, **DEBUG_EXPERTS, **DEBUG_DELTA, shared_expert_intermediate_size=48),
+        "35B-A3B": replace(
+            _MOE,
+            hidden_size=2048,
+            num_layers=40,
+            num_heads=16,
+            num_kv_heads=2,
+            num_experts=256,
+            top_k=8,
+            moe_intermediate_size=512,
+        ),
+    },
+)
