@@ -13,8 +13,9 @@ import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.pieces import whole
+from titanlite.checkpoint.pieces import stored_rows, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.config.model import ModelConfig
 from titanlite.features.lora.layers import adaptable_experts
 from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, read_adapter
 from titanlite.features.transformers.model import TransformersModel
@@ -53,6 +54,9 @@ class MergedSource:
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         # no weights of their own to add to
         self._tied = names - {name for name, _ in model.named_parameters()}
+        if isinstance(model.config, ModelConfig):
+            # nor those whose adapters peft would have with rows in another order
+            self._tied |= {name for name in names if [*stored_rows(name, model.config)]}
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         own = {name: info for name, info in tensors.items() if name not in self._tied}

@@ -49,7 +49,7 @@ QWEN3_5 = Family(
     rules=(HAS_INTERVAL,),
     layer=partial(mixed_layer, SEPARATE_GATED_DELTA),
     other_prefix="model.language_model.",
-    row_orders={r"\.linear_attn\.in_proj_qkv\.(weight|lora_B)$": _rows_by_kind},
+    row_orders={r"\.linear_attn\.in_proj_qkv\.weight$": _rows_by_kind},
     presets={
         "debug": replace(_DENSE, **DEBUG_SIZES, **DEBUG_DELTA),
         "27B": preset(_DENSE, (5120, 64, 24, 4, 17408), linear_num_value_heads=48),

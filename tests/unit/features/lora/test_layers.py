@@ -63,7 +63,8 @@ def one_rank(run_ranks):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3", "qwen3_next"]
+    "family",
+    ["qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text"],
 )
 def test_only_adapters_are_trained(tiny, family):
     config = tiny.config(family)
@@ -79,6 +80,8 @@ def test_only_adapters_are_trained(tiny, family):
         expected = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     if family == "qwen3_next":
         expected |= {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"}
+    if family == "qwen3_5_text":  # not in_proj_qkv, whose rows are in another order on disk
+        expected |= {"in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
     expected |= {"gate_proj", "up_proj", "down_proj"} if family != "qwen3_moe" else set()
     assert leaves == expected | ({"experts"} if config.num_experts else set())
 
