@@ -56,8 +56,9 @@ def place(
     """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those
     of `find_scale`. A region of fewer rows is stored from `row` on.
     """
-    count = region.lengths[0] if len(region.lengths) == len(stored.shape) > 0 else None
-    part = stored if count in (None, stored.shape[0]) else stored.rows(row, count)
+    part = stored
+    if len(region.lengths) == len(stored.shape) and region.lengths[:1] < stored.shape[:1]:
+        part = stored.rows(row, region.lengths[0])
     if stored.dtype not in FP8:
         return [Placed(part, region)]
     scale, block = find_scale(stored, tensors, block)

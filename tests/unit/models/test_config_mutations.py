@@ -123,7 +123,7 @@ def hold(folder: Path, tiny: Any) -> str:
     ours = tiny.ours(config).eval()
     key = families()[config.family].expert_bias_key
     values = {
-        name.replace("expert_bias", key) if key else name: value
+        name.replace("expert_bias", key) if key else name: tiny.as_stored(name, value, config)
         for name, value in ours.state_dict().items()
         if key or not name.endswith("expert_bias")
     }

@@ -40,6 +40,9 @@ def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
 _DENSE = replace(NEXT, family="qwen3_5_text", vocab_size=248320, shared_expert_intermediate_size=0)
 _MOE = replace(_DENSE, family="qwen3_5_moe_text", shared_expert_intermediate_size=512)
 
+# The configuration has no width of dense layers, of which there are none.
+_NO_DENSE = {"intermediate_size": _MOE.intermediate_size}
+
 QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
@@ -65,11 +68,15 @@ QWEN3_5_MOE = replace(
         for key, name in {**QWEN3_5.keys, **MOE_KEYS, **SHARED_EXPERT_KEYS}.items()
         if key not in ("intermediate_size", "norm_topk_prob")
     },
-    fixed={**FIXED, "norm_topk_prob": True},
+    fixed={**FIXED, "norm_topk_prob": True, **_NO_DENSE},
     rules=(HAS_INTERVAL, HAS_EXPERTS),
     keeps_fused_experts=True,
     presets={
-        "debug": replace(_MOE, **DEBUG_EXPERTS, **DEBUG_DELTA, shared_expert_intermediate_size=48),
+        "debug": replace(
+            _MOE,
+            **{**DEBUG_EXPERTS, **DEBUG_DELTA, **_NO_DENSE},
+            shared_expert_intermediate_size=48,
+        ),
         "35B-A3B": replace(
             _MOE,
             hidden_size=2048,
