@@ -7,19 +7,19 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy.ma  # noqa: F401
 import pytest
 import torch
-from cluster import Launched, launch_two_ranks
+from cluster import launch_two_ranks
 from processes import run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,15 +34,14 @@ from tests.conftest import Ranks
 from tests.saving import save_hf_model
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
-from titanlite.config import JobConfig, load_config
+from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.config.settings import find_setting, get_value
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.decoder import build_decoder
-from titanlite.preflight import Checked, check
-from titanlite.trainer import Trainer
+from titanlite.preflight import check
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +53,7 @@ class _OmegaConf:
     to_object = staticmethod(lambda job: job)
 
     @staticmethod
-    def update(job: JobConfig, key: str, value: Any) -> None:
+    def update(job, key, value):
         section, _, name = key.rpartition(".")
         setting = find_setting(key)
         assert setting is not None
@@ -146,7 +145,7 @@ MESHES: Mapping[str, Degrees] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Long files come first: the last ones to end, on workers that take a file at a time, are then
     short.
     """
@@ -158,7 +157,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -order[item.path])
 
 
-def degree_overrides(degrees: Degrees) -> list[str]:
+def degree_overrides(degrees):
     return [
         f"--parallelism.data_parallel_replicate_degree={degrees.dp_replicate}",
         f"--parallelism.data_parallel_shard_degree={degrees.dp_shard}",
@@ -170,12 +169,12 @@ def degree_overrides(degrees: Degrees) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def meshes() -> Mapping[str, Degrees]:
+def meshes():
     return MESHES
 
 
 @pytest.fixture(scope="session")
-def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_folder(tmp_path_factory):
     """120 short documents of random words, so that most sequences of 32 tokens hold a document's
     end.
     """
@@ -202,15 +201,13 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache_folder(tmp_path_factory):
     """Tokenizers and token files of the whole test session."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture(scope="session")
-def config_file(
-    tmp_path_factory: pytest.TempPathFactory, text_folder: Path, cache_folder: Path
-) -> Path:
+def config_file(tmp_path_factory, text_folder, cache_folder):
     """A tiny Qwen3-MoE on `text_folder`; its tokenizer and tokens are in the cache already."""
     path = tmp_path_factory.mktemp("config") / "tiny.toml"
     text = _CONFIG.format(
@@ -227,7 +224,7 @@ def config_file(
 
 
 @pytest.fixture(scope="session")
-def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> list[str]:
+def examples(tmp_path_factory, cache_folder):
     """Overrides for 60 chats of one to three turns, with a tokenizer that fits the model's
     vocabulary.
     """
@@ -270,11 +267,11 @@ def examples(tmp_path_factory: pytest.TempPathFactory, cache_folder: Path) -> li
 
 
 @pytest.fixture
-def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def launch(config_file, tmp_path):
     """`launch(folder name, *overrides)`: `launch_two_ranks` into this folder of `tmp_path`."""
-    started: list[Launched] = []
+    started = []
 
-    def start(name: str, *overrides: str) -> Launched:
+    def start(name, *overrides):
         started.append(launch_two_ranks(config_file, tmp_path / name, *overrides))
         return started[-1]
 
@@ -284,12 +281,12 @@ def launch(config_file: Path, tmp_path: Path) -> Iterator[Callable[..., Launched
 
 
 @pytest.fixture
-def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
+def checked(config_file, tmp_path):
     """`checked(degrees, *overrides)` -> the tiny configuration, checked as a rank does
     it.
     """
 
-    def build(degrees: Degrees, *overrides: str) -> Checked:
+    def build(degrees, *overrides):
         dump = f"--job.dump_folder={tmp_path / 'run'}"
         argv = ["--config", str(config_file), dump, *degree_overrides(degrees), *overrides]
         return check(load_config(argv), degrees.world_size)
@@ -298,24 +295,22 @@ def checked(config_file: Path, tmp_path: Path) -> Callable[..., Checked]:
 
 
 @pytest.fixture(scope="module")
-def base_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_folders(tmp_path_factory):
     return tmp_path_factory.mktemp("bases")
 
 
 @pytest.fixture
-def pretrained(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked], base_folders: Path
-):
+def pretrained(run_ranks, checked, base_folders):
     """`pretrained(name, std, *overrides)`: the folder of a native model in Hugging Face's format,
     with its tokenizer, made once for each test file. `std` is that of the projections.
     """
 
-    def get(name: str, std: float, *overrides: str) -> Path:
+    def get(name, std, *overrides):
         folder = base_folders / name
         if not folder.exists():
             job = checked(Degrees(), *overrides)
 
-            def rank_main() -> None:
+            def rank_main():
                 tokenizer, _ = build_data(job.job, 0, 1)
                 model = build_decoder(job.model_config)
                 plan = materialize(
@@ -343,7 +338,7 @@ class Run:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def full_tensors(model):
     """Every parameter and buffer under each of its names, gathered. Collective: every rank must
     call.
     """
@@ -363,13 +358,13 @@ def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest(tensor):
     """Of shape, dtype and bits."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()
 
 
-def train_steps(trainer: Trainer, steps: int) -> Run:
+def train_steps(trainer, steps):
     """`steps` steps on the trainer's own data through `TrainStep.train_step`. Collective: every
     rank must call.
     """
@@ -387,11 +382,11 @@ def train_steps(trainer: Trainer, steps: int) -> Run:
 
 
 @pytest.fixture(scope="session")
-def gather_full() -> Callable[[torch.nn.Module], dict[str, torch.Tensor]]:
+def gather_full():
     return full_tensors
 
 
-def run_on_this_rank(job: Checked, steps: int) -> Run:
+def run_on_this_rank(job, steps):
     run = train_steps(assemble(job), steps)
     if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
         run.weights = {}
@@ -399,33 +394,31 @@ def run_on_this_rank(job: Checked, steps: int) -> Run:
 
 
 @pytest.fixture
-def train_run(
-    run_ranks: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., list[Run]]:
+def train_run(run_ranks, checked):
     """`train_run(degrees, *overrides, steps=5)` -> one `Run` per rank, from real trainers on forked
     gloo ranks.
     """
 
-    def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
+    def train(degrees, *overrides, steps=5):
         return run_ranks(degrees.world_size, run_on_this_rank, checked(degrees, *overrides), steps)
 
     return train
 
 
-def call_anew(function: Callable[..., Any], *args: Any) -> Any:
+def call_anew(function, *args):
     torch.manual_seed(0)
     return function(*args)
 
 
 @pytest.fixture(scope="module")
-def run_warm() -> Iterator[Callable[..., list[Any]]]:
+def run_warm():
     """`run_ranks` on ranks that the tests of a file share: nothing that a test has patched is seen
     there, and the function is one of a module. They have trained before, but not too often: each
     run makes groups of ranks.
     """
-    made: dict[int, tuple[Ranks, int]] = {}
+    made = {}
 
-    def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(world_size, function, *args):
         ranks, calls = made.get(world_size, (None, 0))
         if ranks is not None and (calls == CALLS_OF_RANKS or not ranks.is_usable):
             ranks.end()
@@ -439,36 +432,34 @@ def run_warm() -> Iterator[Callable[..., list[Any]]]:
 
 
 @pytest.fixture
-def warm_run(
-    run_warm: Callable[..., list[Any]], checked: Callable[..., Checked]
-) -> Callable[..., list[Run]]:
+def warm_run(run_warm, checked):
     """`train_run` on the ranks of `run_warm`."""
 
-    def train(degrees: Degrees, *overrides: str, steps: int = 5) -> list[Run]:
+    def train(degrees, *overrides, steps=5):
         return run_warm(degrees.world_size, run_on_this_rank, checked(degrees, *overrides), steps)
 
     return train
 
 
-def train_to_the_end(job: Checked) -> None:
+def train_to_the_end(job):
     assemble(job).train()
 
 
 @pytest.fixture
 def traced_run(
-    run_ranks: Callable[..., list[Any]],
-    checked: Callable[..., Checked],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., tuple[list[Run], Graphs]]:
+    run_ranks,
+    checked,
+    monkeypatch,
+):
     """`train_run` with layers that are traced as torch.compile does it; with the graphs of the
     first rank.
     """
 
-    def train(degrees: Degrees, *overrides: str, steps: int) -> tuple[list[Run], Graphs]:
+    def train(degrees, *overrides, steps):
         job, graphs = checked(degrees, *overrides, "--compile.enable=true"), Graphs()
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs.trace))
 
-        def rank_main() -> tuple[Run, Graphs]:
+        def rank_main():
             return train_steps(assemble(job), steps), graphs
 
         results = run_ranks(degrees.world_size, rank_main)
@@ -486,12 +477,12 @@ class Finished:
     stderr: str
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self.stdout + self.stderr
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+def server(tmp_path_factory):
     """Starts processes of titanlite in milliseconds: rank_server.py."""
     server = RankServer(tmp_path_factory.mktemp("server"))
     yield server
@@ -499,7 +490,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
 
 
 @pytest.fixture(scope="session")
-def run_process(server: RankServer) -> Callable[..., Finished]:
+def run_process(server):
     """`run_process(arguments, timeout_s)` in the checkout; a hang fails.
 
     `sys.executable` in `arguments`, and the `python3` that a script finds, start titanlite from the
@@ -507,12 +498,12 @@ def run_process(server: RankServer) -> Callable[..., Finished]:
     """
 
     def run(
-        arguments: Sequence[str],
-        timeout_s: float,
-        env: Mapping[str, str] | None = None,
+        arguments,
+        timeout_s,
+        env=None,
         *,
-        served: bool = True,
-    ) -> Finished:
+        served=True,
+    ):
         environment = server.environment(**(env or {}))
         if served:
             server.wait_until_it_serves()

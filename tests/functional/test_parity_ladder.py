@@ -10,10 +10,8 @@ between two meshes is the order of float32 sums, 2**-24 = 6e-8 relative each: di
 3e-7 were measured in loss and gradient norm, and of up to 2e-6 in the weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -82,25 +80,23 @@ OPTIONS = {
 }
 
 
-def batch_sizes(degrees: Degrees, micro_batches: int) -> str:
+def batch_sizes(degrees, micro_batches):
     """8 sequences a step on every mesh, in so many micro-batches."""
     return f"--training.local_batch_size={max(1, 8 // degrees.dp // micro_batches)}"
 
 
 @pytest.fixture(scope="module")
-def reference_runs() -> dict[tuple[str, int], Any]:
+def reference_runs():
     return {}
 
 
 @pytest.fixture
-def reference(
-    warm_run: Callable[..., Any], reference_runs: dict[tuple[str, int], Any]
-) -> Callable[..., Any]:
+def reference(warm_run, reference_runs):
     """`reference(family, steps)`: the run of one process, without checkpointing and accumulation;
     made only once.
     """
 
-    def get(family: str, steps: int = FEW) -> Any:
+    def get(family, steps=FEW):
         if (family, steps) not in reference_runs:
             overrides = [*FAMILIES[family], batch_sizes(Degrees(), 1)]
             reference_runs[family, steps] = warm_run(Degrees(), *overrides, steps=steps)[0]
@@ -110,21 +106,19 @@ def reference(
 
 
 @pytest.fixture
-def compare(
-    warm_run: Callable[..., Any], meshes: Mapping[str, Degrees], reference: Callable[..., Any]
-):
+def compare(warm_run, meshes, reference):
     """`compare(mesh, family, *overrides, micro_batches, steps)`: train on the mesh and hold it
     against one process.
     """
 
     def run(
-        mesh: str,
-        family: str,
-        *overrides: str,
-        micro_batches: int = 1,
-        steps: int = FEW,
-        train_run: Any = warm_run,
-    ) -> None:
+        mesh,
+        family,
+        *overrides,
+        micro_batches=1,
+        steps=FEW,
+        train_run=warm_run,
+    ):
         one, degrees = reference(family, steps), meshes[mesh]
         micro_batches *= max(1, degrees.pp // 2)
         ranks = train_run(
@@ -144,13 +138,13 @@ def compare(
     return run
 
 
-def assert_same_initial_weights(one: Any, many: Any) -> None:
+def assert_same_initial_weights(one, many):
     assert many.digests.keys() == one.digests.keys()
     different = [name for name in one.digests if many.digests[name] != one.digests[name]]
     assert not different, "initial weights are not bit-identical"
 
 
-def assert_same_final_weights(one: Any, many: Any) -> None:
+def assert_same_final_weights(one, many):
     assert many.weights.keys() == one.weights.keys()
     for name, expected in one.weights.items():
         # moved by signs of integers; never moved
@@ -255,7 +249,7 @@ CP2xTP2        muon_qwen3_moe          2
 """
 
 
-def parse_cases() -> Iterator[Any]:
+def parse_cases():
     for words in filter(None, map(str.split, CASES.splitlines())):
         marks = [pytest.mark.full] if "weekly" in words else []
         mesh, family, micro_batches, *options = (word for word in words if word != "weekly")
@@ -289,7 +283,7 @@ def test_muon_takes_a_few_matrices_at_a_time(compare, train_run, monkeypatch):
 
 
 def test_families_have_what_they_are_in_the_table_for(reference):
-    def moved(family: str, part: str) -> dict[str, bool]:
+    def moved(family, part):
         weights = reference(family).weights.items()
         return {name: bool(weight.abs().max() > 1e-3) for name, weight in weights if part in name}
 

@@ -1,19 +1,18 @@
 """Fixtures for unit tests of several folders."""
 
 import resource
-from collections.abc import Callable, Iterator
 
 import pytest
 
 
 @pytest.fixture
-def full_disk() -> Iterator[Callable[[int | None], None]]:
+def full_disk():
     """`full_disk(n)`: no file of this process may have more than n bytes; `full_disk(None)`: any
     may.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limit(num_bytes: int | None) -> None:
+    def limit(num_bytes):
         resource.setrlimit(
             resource.RLIMIT_FSIZE, before if num_bytes is None else (num_bytes, before[1])
         )

@@ -2,7 +2,6 @@
 
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ NAME = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv(NAME, "")  # put back at the end, whatever a test does
     monkeypatch.delenv(NAME)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -21,7 +20,7 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def chosen(tmp_path, monkeypatch) -> Path:
+def chosen(tmp_path, monkeypatch):
     """The cache folder that the user names, where others can write."""
     monkeypatch.setenv(NAME, str(tmp_path / "chosen"))
     (tmp_path / "chosen").mkdir()

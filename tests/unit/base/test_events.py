@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ def closed(monkeypatch):
     monkeypatch.setattr(events, "_state", {})
 
 
-def test_events_are_appended_as_lines(tmp_path: Path):
+def test_events_are_appended_as_lines(tmp_path):
     record_event("start", "nobody listens yet", 0)
     for step in (3, 7):
         open_events(tmp_path)  # as a resumed run does
@@ -23,7 +22,7 @@ def test_events_are_appended_as_lines(tmp_path: Path):
     assert second["step"] == 7
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch):
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     open_events(tmp_path)
     record_event("save", "saved", 1)
@@ -31,7 +30,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch):
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_written_later(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ):
     warnings = []
     monkeypatch.setattr(

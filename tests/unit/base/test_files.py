@@ -2,7 +2,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from titanlite.metrics.run_folder import make_dump_folder
 from titanlite.models.families import any_model_config_from_hf
 
 
-def make_socket(path: Path) -> None:
+def make_socket(path):
     here = Path.cwd()
     os.chdir(path.parent)  # its name may have 108 bytes at most
     with socket.socket(socket.AF_UNIX) as one:
@@ -68,15 +68,13 @@ OPENED: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture
-def impatient() -> Iterator[None]:
+def impatient():
     with at_most(60):
         yield
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_what_is_no_regular_file_is_named_and_not_waited_for(
-    tmp_path: Path, impatient: None, kind: str
-) -> None:
+def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, impatient, kind):
     for number, (name, open_it) in enumerate(OPENED.items()):
         path = tmp_path / str(number) / name
         path.parent.mkdir()
@@ -89,9 +87,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_nothing_is_written_to_what_is_no_regular_file(
-    tmp_path: Path, impatient: None, run_ranks: Any, kind: str
-) -> None:
+def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, run_ranks, kind):
     path = tmp_path / "metrics.jsonl"
     SPECIAL[kind](path)
     before = path.lstat()
@@ -100,14 +96,14 @@ def test_nothing_is_written_to_what_is_no_regular_file(
             write()
     assert path.lstat().st_ino == before.st_ino
 
-    def rank_main() -> None:
+    def rank_main():
         with pytest.raises(ConfigError, match=rf"cannot write to .*it is {kind}, .*metrics\.jsonl"):
             make_dump_folder(JobConfig(), tmp_path)
 
     run_ranks(1, rank_main)
 
 
-def test_regular_files_links_to_them_and_their_limit(tmp_path: Path) -> None:
+def test_regular_files_links_to_them_and_their_limit(tmp_path):
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     assert read_regular(tmp_path / "link", 4) == b"text"
@@ -124,7 +120,7 @@ def test_regular_files_links_to_them_and_their_limit(tmp_path: Path) -> None:
         parse_json("[" * 200_000)
 
 
-def test_records_wait_in_order_and_none_is_torn(tmp_path: Path, full_disk):
+def test_records_wait_in_order_and_none_is_torn(tmp_path, full_disk):
     file = AppendedFile(tmp_path / "new/file")
     file.append(b"one\n")
     full_disk(6)  # room for half of the next
@@ -138,7 +134,7 @@ def test_records_wait_in_order_and_none_is_torn(tmp_path: Path, full_disk):
     assert file.path.read_bytes() == b"one\ntwo\nthree\n"
 
 
-def test_what_waits_is_bounded_and_the_oldest_goes(tmp_path: Path, full_disk, monkeypatch):
+def test_what_waits_is_bounded_and_the_oldest_goes(tmp_path, full_disk, monkeypatch):
     monkeypatch.setattr(run_files, "_MOST_BYTES", 8)
     file = AppendedFile(tmp_path / "file")
     full_disk(0)
@@ -150,7 +146,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes(tmp_path: Path, full_disk, mo
     assert file.path.read_bytes() == b"222233334"
 
 
-def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path, full_disk):
+def test_a_file_that_cannot_be_replaced_stays(tmp_path, full_disk):
     path = tmp_path / "file"
     replace_file(path, "before")
     full_disk(3)
@@ -160,11 +156,11 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path, full_disk):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path: Path, run_ranks, monkeypatch):
-    def fail(*_) -> None:
+def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path, run_ranks, monkeypatch):
+    def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def rank_main() -> None:
+    def rank_main():
         monkeypatch.setattr("titanlite.metrics.run_folder.save_resolved", fail)
         job = JobConfig()
         with pytest.raises(

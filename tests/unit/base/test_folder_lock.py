@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ time.sleep(100)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path):
     """Another process that holds `tmp_path`."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(
@@ -38,7 +37,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path, holder):
+def test_one_process_at_a_time_writes_into_a_folder(tmp_path, holder):
     with pytest.raises(ConfigError, match=f"process {holder.pid} on {os.uname().nodename}, since "):
         FolderLock.take(tmp_path, wait_s=0)
     with pytest.raises(ConfigError):  # one machine more or less makes no difference on this one
@@ -62,7 +61,7 @@ def test_one_process_at_a_time_writes_into_a_folder(tmp_path: Path, holder):
     os.close(fd)
 
 
-def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, holder):
+def test_checkpoints_elsewhere_are_held_too(tmp_path, holder):
     job = JobConfig()
     job.comm.timeout_seconds, job.checkpoint.folder = 1, str(tmp_path)
     with pytest.raises(
@@ -73,9 +72,7 @@ def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, holder):
     assert hold_folders(job, tmp_path / "run") != []
 
 
-def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(
-    tmp_path: Path, holder
-):
+def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(tmp_path, holder):
     """A file server keeps the lock of a machine without power."""
     path = tmp_path / ".run.lock"
     path.write_text(
@@ -87,12 +84,12 @@ def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous
     assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_a_lock_whose_file_was_removed_holds_nothing(tmp_path: Path, holder):
+def test_a_lock_whose_file_was_removed_holds_nothing(tmp_path, holder):
     (tmp_path / ".run.lock").unlink()  # as the message says of a machine that is gone
     assert FolderLock.take(tmp_path, wait_s=0) is not None
 
 
-def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_path: Path, holder):
+def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_path, holder):
     unused, used = tmp_path / "unused", tmp_path / "used"
     for folder in (unused, used):
         folder.mkdir()
@@ -107,14 +104,14 @@ def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_p
     )
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
-    said: list[str] = []
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
+    said = []
     monkeypatch.setattr(
         "titanlite.metrics.run_folder.logger.warning",
         lambda text, *values: said.append(text % values),
     )
 
-    def flock(descriptor: int, operation: int) -> None:
+    def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -125,7 +122,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
     ]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ConfigError, match=r"cannot write to .*/file/run: .* Choose another folder\."

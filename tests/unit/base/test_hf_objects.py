@@ -9,7 +9,6 @@ import pty
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiny_transformers import save_tiny_processor
@@ -49,7 +48,7 @@ EXEMPT = {
 }
 
 
-def test_only_one_module_has_transformers_load_anything() -> None:
+def test_only_one_module_has_transformers_load_anything():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
@@ -69,7 +68,7 @@ def test_only_one_module_has_transformers_load_anything() -> None:
     assert (DOOR, "from_pretrained") in found, "the walk finds calls"
 
 
-def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
+def add_code(folder, file, table):
     """What the file says, and code beside it that leaves `ran` where it runs."""
     path = folder / file
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -82,7 +81,7 @@ def add_code(folder: Path, file: str, table: dict[str, Any]) -> None:
     )
 
 
-def by_config_alone(folder: Path) -> None:
+def by_config_alone(folder):
     """Transformers finds the processor's class by config.json, and forgets on this way that no code
     may run.
     """
@@ -122,8 +121,8 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("load", [load_processor, load_tokenizer])
 def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: str, load: Callable[[str], Any]
-) -> None:
+    tmp_path, monkeypatch, attack, load
+):
     save_tiny_processor(tmp_path)
     ATTACKS[attack](tmp_path)
     keyboard, terminal = pty.openpty()
@@ -144,9 +143,9 @@ def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
     "key", ["_attn_implementation", "attn_implementation", "_experts_implementation"]
 )
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_config_does_not_choose_kernels_of_the_hub(key: str, nested: bool) -> None:
+def test_a_config_does_not_choose_kernels_of_the_hub(key, nested):
     """Transformers would download the repository and import it."""
-    hf: dict[str, Any] = {
+    hf = {
         "hidden_size": 32,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -171,7 +170,7 @@ def test_a_config_does_not_choose_kernels_of_the_hub(key: str, nested: bool) -> 
     assert "evil" not in str(config) and model.config._attn_implementation in ("sdpa", "eager")
 
 
-def test_special_files_are_refused_before_they_are_opened(tmp_path: Path) -> None:
+def test_special_files_are_refused_before_they_are_opened(tmp_path):
     save_tiny_processor(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     os.mkfifo(tmp_path / "chat_template.jinja")

@@ -27,7 +27,7 @@ print(faults(keep=False), faults(keep=True))
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only glibc gives memory back so eagerly"
 )
-def test_freed_memory_is_used_again_without_page_faults() -> None:
+def test_freed_memory_is_used_again_without_page_faults():
     done = subprocess.run(
         [sys.executable, "-c", FAULTS_OF_NEW_TENSORS], capture_output=True, text=True, check=True
     )

@@ -2,7 +2,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,12 @@ from titanlite.base.process import escape_controls
 
 
 @pytest.fixture(autouse=True)
-def rank_0(monkeypatch) -> None:
+def rank_0(monkeypatch):
     monkeypatch.setenv("RANK", "0")
 
 
 def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_appends(
-    tmp_path: Path, capsys
+    tmp_path, capsys
 ):
     setup_logger()
     logger.info("early")
@@ -28,7 +27,7 @@ def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_a
     assert capsys.readouterr().out.count("\n") == 2
 
 
-def test_other_ranks_keep_no_file(tmp_path: Path, monkeypatch):
+def test_other_ranks_keep_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     setup_logger()
     log_to_folder(tmp_path)
@@ -36,7 +35,7 @@ def test_other_ranks_keep_no_file(tmp_path: Path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path, capsys):
+def test_a_file_that_cannot_be_written_is_told_once(tmp_path, capsys):
     (tmp_path / "run").write_text("")
     setup_logger()
     log_to_folder(tmp_path / "run")
@@ -68,7 +67,7 @@ SPEAKERS = {
 }
 
 
-def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run(code, *, stdout="", **environment):
     script = (
         "from titanlite.base.process import "
         f"open_console\nopen_console(lossy={bool(stdout)})\n{code}"
@@ -83,7 +82,7 @@ def run(code: str, *, stdout: str = "", **environment: str) -> subprocess.Comple
 
 @pytest.mark.parametrize("speaker", SPEAKERS)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_no_control_character_reaches_the_terminal(speaker: str, encoding: str) -> None:
+def test_no_control_character_reaches_the_terminal(speaker, encoding):
     """Neither as bytes nor, where the terminal is ASCII, as an error of encoding."""
     done = run(SPEAKERS[speaker].format(ascii(EVIL)), PYTHONIOENCODING=encoding)
     said = (done.stdout + done.stderr).decode(encoding)
@@ -94,13 +93,13 @@ def test_no_control_character_reaches_the_terminal(speaker: str, encoding: str) 
     assert "UnicodeEncodeError" not in said and "Logging error" not in said
 
 
-def test_text_in_any_script_is_left_as_it_is() -> None:
+def test_text_in_any_script_is_left_as_it_is():
     text = "tab\t newline\n \u00e9 \u4e2d\u6587 \U0001f468\u200d\U0001f469 \u0645\u0646 na\u00efve"
     assert escape_controls(text) == text
     assert run(f"print({text!a})", PYTHONIOENCODING="utf-8").stdout.decode() == text + "\n"
 
 
-def test_progress_bars_still_draw_over_their_line() -> None:
+def test_progress_bars_still_draw_over_their_line():
     code = (
         "import sys\nfor i in range(3): sys.stderr.write(f'\\r{i} %'); sys.stderr.write('\\r    "
         "\\r')"
@@ -114,7 +113,7 @@ def test_progress_bars_still_draw_over_their_line() -> None:
 
 
 @pytest.mark.parametrize("stdout", [">&-", "<&- >&-", "2>&- >&-", ">/dev/full", "| true"])
-def test_a_run_outlives_its_console(tmp_path: Path, stdout: str) -> None:
+def test_a_run_outlives_its_console(tmp_path, stdout):
     """Closed, full or not read any more: no traceback, and a file that is opened does not get what
     is printed.
     """

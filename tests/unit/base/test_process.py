@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +56,7 @@ atexit.register(print, "handled")
 """
 
 
-def _end_with_a_busy_group(folder: Path, code: int) -> subprocess.CompletedProcess[str]:
+def _end_with_a_busy_group(folder, code):
     command = [sys.executable, "-c", RANK]
     with subprocess.Popen([*command, "1", str(folder), "0"]):
         return subprocess.run(
@@ -166,14 +165,14 @@ leave({code}, at_once={at_once})
     )
 
 
-def _under(limits: str, command: str) -> subprocess.CompletedProcess[str]:
+def _under(limits, command):
     command = f"{limits} && exec {sys.executable} {command}"
     return subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False
     )
 
 
-def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be():
     code = (
         "import resource; from titanlite.base.process import *; allow_many_files(); "
         "print(resource.getrlimit(7)[0])"
@@ -181,7 +180,7 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be() -> None:
     assert _under("ulimit -n 900; ulimit -Sn 60", f"-c '{code}'").stdout == "900\n"
 
 
-def test_a_full_disk_or_a_reader_that_is_gone_is_no_traceback() -> None:
+def test_a_full_disk_or_a_reader_that_is_gone_is_no_traceback():
     for redirect, code, says in (("> /dev/full", 1, "No space left on device"), ("| true", 0, "")):
         done = _under("sleep 0", f"-m titanlite --help {redirect}")
         assert done.returncode == code and "Traceback" not in done.stderr and says in done.stderr

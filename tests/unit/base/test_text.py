@@ -15,16 +15,16 @@ from titanlite.models.families import Family, families, resolve_model_config
 CONFIG = str(Path(__file__).parents[3] / "configs/qwen3_moe.toml")
 
 
-def test_a_command_ends_with_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_ends_with_one_error(capsys):
     @command
-    def fail(argv: object) -> int | None:
+    def fail(argv):
         raise ConfigError("x: y.")
 
     assert fail() == 2 and capsys.readouterr().err == "titanlite: error: x: y.\n"
     assert command(lambda argv: None)([]) == 0 and command(lambda argv: 1)([]) == 1
 
 
-def test_dtypes_of_settings() -> None:
+def test_dtypes_of_settings():
     words = [
         "--training.dtype=bf16",
         "--training.mixed_precision_param=torch.bfloat16",
@@ -56,7 +56,7 @@ def test_errors_of_others_are_one_line_of_bounded_length():
 MANY = [f"column_{i}" for i in range(3000)]
 
 
-def _fail_with_many_families() -> object:
+def _fail_with_many_families():
     with patch.dict(cast(dict[str, Family], families()), dict.fromkeys(MANY, families()["llama"])):
         return resolve_model_config(ModelSection(name="zzz", flavor="debug"))
 

@@ -52,19 +52,19 @@ class FakeEvent:
     device_s = 0.0
     stream_s = 0.0
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, enable_timing):
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self):
         self.time_s = FakeEvent.stream_s
 
-    def query(self) -> bool:
+    def query(self):
         return FakeEvent.device_s >= self.time_s
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         FakeEvent.device_s = max(FakeEvent.device_s, self.time_s)
 
-    def elapsed_time(self, end: "FakeEvent") -> float:
+    def elapsed_time(self, end):
         assert self.query() and end.query(), "an event that has not passed has no time"
         return (end.time_s - self.time_s) * 1e3
 

@@ -39,7 +39,7 @@ def process_group():
     dist.destroy_process_group()
 
 
-def files_of(value: float, size: int = 100, file_bytes: int | None = None):
+def files_of(value, size=100, file_bytes=None):
     region = Region((0,), (size,))
     tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
     items = [
@@ -49,20 +49,20 @@ def files_of(value: float, size: int = 100, file_bytes: int | None = None):
     return lay_out(items, "model", file_bytes)
 
 
-def rest_of(text: str = "{}") -> dict[str, bytes]:
+def rest_of(text="{}"):
     return {"config.json": text.encode(), "titanlite/state.json": b"[]"}
 
 
-def fail(error: Exception):
+def fail(error):
     """A function that raises `error`, whatever it is given."""
 
-    def raise_error(*_: object, **__: object) -> None:
+    def raise_error(*_, **__):
         raise error
 
     return raise_error
 
 
-def complete_folder(folder: Path, text: str = "some bytes") -> Path:
+def complete_folder(folder, text="some bytes"):
     """A checkpoint with a manifest, made without the code under test."""
     (folder / "titanlite").mkdir(parents=True)
     contents = {
@@ -77,15 +77,15 @@ def complete_folder(folder: Path, text: str = "some bytes") -> Path:
     return folder
 
 
-def write_manifest(folder: Path, table: object) -> None:
+def write_manifest(folder, table):
     (folder / MANIFEST_FILE).write_text(table if isinstance(table, str) else json.dumps(table))
 
 
-def manifest(folder: Path) -> dict:
+def manifest(folder):
     return json.loads((folder / MANIFEST_FILE).read_text())
 
 
-def names_in(folder: Path) -> set[str]:
+def names_in(folder):
     return {path.name for path in folder.iterdir()}
 
 
@@ -113,7 +113,7 @@ def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_gro
     (folder / "of the user").touch()
     before, rename, calls = folder_digests(folder), Path.rename, []
 
-    def refuse_the_second(path: Path, to: Path) -> Path:
+    def refuse_the_second(path, to):
         calls.append(path)
         if len(calls) == 2:  # the old folder is hidden, and the new one is not there
             raise PermissionError(13, "Permission denied")
@@ -192,7 +192,7 @@ def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_grou
     folder, synced = tmp_path / "step-1", []
     original = os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor):
         synced.append(
             (os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), folder.exists())
         )
@@ -216,7 +216,7 @@ def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_grou
 def test_what_another_process_adds_is_not_listed(tmp_path, process_group, monkeypatch):
     original = Path.write_bytes
 
-    def write_bytes(path: Path, content: bytes) -> int:
+    def write_bytes(path, content):
         (path.parent / "of another").touch()
         return original(path, content)
 
@@ -229,7 +229,7 @@ def test_two_processes_write_into_folders_of_their_own(tmp_path, process_group, 
     """The second saves the same step, from its beginning to its end, while the first writes."""
     original, inner = commit.write_items, []
 
-    def write_items(folder: Path, *arguments: Any) -> Any:
+    def write_items(folder, *arguments):
         shares = original(folder, *arguments)
         if not inner:
             inner.append(folder)
@@ -246,7 +246,7 @@ def test_two_processes_write_into_folders_of_their_own(tmp_path, process_group, 
 # ---- check_folder ----
 
 
-def flip(path: Path) -> None:
+def flip(path):
     content = bytearray(path.read_bytes())
     content[17] ^= 1
     path.write_bytes(content)

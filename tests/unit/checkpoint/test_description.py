@@ -10,7 +10,7 @@ import torch
 from tests.saving import save_tokenizer
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.description import describe_model
-from titanlite.config import AnyModelConfig, ModelConfig, RopeScaling
+from titanlite.config import RopeScaling
 from titanlite.data.tokenizer import describe_tokenizer
 from titanlite.models.families import families, model_config_from_hf
 from titanlite.models.families.config_json import transformers_config
@@ -19,7 +19,7 @@ YARN = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=1024)
 QWEN3 = families()["qwen3"].presets["debug"]
 
 
-def write(config: ModelConfig, original: dict, folder: Path) -> dict:
+def write(config, original, folder):
     """Beside the weights of `config`, which training began with those of a folder with the
     config.json `original`.
     """
@@ -31,7 +31,7 @@ def write(config: ModelConfig, original: dict, folder: Path) -> dict:
     return json.loads((out / "config.json").read_text())
 
 
-def describe_into(folder: Path, config: AnyModelConfig, assets: Path | None = None) -> None:
+def describe_into(folder, config, assets=None):
     for name, content in describe_model(config, {}, torch.float32, assets).items():
         (folder / name).write_bytes(content)
 
@@ -101,7 +101,7 @@ def test_what_transformers_refuses_is_named_with_the_file(tmp_path, family, keys
 
 def test_what_cannot_be_saved_is_named_without_a_file(tmp_path):
     class Tokenizer:
-        def save_pretrained(self, folder: Path) -> None:
+        def save_pretrained(self, folder):
             raise RuntimeError("no such token")
 
     words = r"the tokenizer \(data.tokenizer_path\) cannot be saved: RuntimeError: no"

@@ -24,25 +24,25 @@ from titanlite.checkpoint.folder import (
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def _save(path: Path, *keys: str) -> None:
+def _save(path, *keys):
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(
         {key: torch.full((2, 3), float(i)) for i, key in enumerate(keys)}, path, {"format": "pt"}
     )
 
 
-def _save_index(folder: Path, weight_map: object, **others: object) -> None:
+def _save_index(folder, weight_map, **others):
     (folder / INDEX_FILE).write_text(
         json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map, **others})
     )
 
 
-def _refusal(folder: Path, *words: str) -> str:
+def _refusal(folder, *words):
     return assert_refused(read_model_headers, folder, *words)
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Path:
+def sharded(tmp_path):
     """A sound model in two files: a and b in the first, c in the second."""
     folder = tmp_path / "model"
     _save(folder / FIRST, "a", "b")
@@ -54,14 +54,14 @@ def sharded(tmp_path: Path) -> Path:
 # ---- folders that are as they should be ----
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_single_file(tmp_path):
     _save(tmp_path / SINGLE_FILE, "a", "b")
     stored = read_model_headers(tmp_path)
     assert stored.tensors == read_header(tmp_path / SINGLE_FILE)
     assert stored.file_bytes == {tmp_path / SINGLE_FILE: (tmp_path / SINGLE_FILE).stat().st_size}
 
 
-def test_sharded(sharded: Path) -> None:
+def test_sharded(sharded):
     stored = read_model_headers(sharded)
     assert {key: tensor.file.name for key, tensor in stored.tensors.items()} == {
         "a": FIRST,
@@ -74,7 +74,7 @@ def test_sharded(sharded: Path) -> None:
     }
 
 
-def test_links_into_a_cache_of_blobs(tmp_path: Path) -> None:
+def test_links_into_a_cache_of_blobs(tmp_path):
     # As huggingface_hub stores them: the blobs' names have no suffix and are outside the folder.
     folder = tmp_path / "snapshots" / "0123abc"
     folder.mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_links_into_a_cache_of_blobs(tmp_path: Path) -> None:
     assert list(read_model_headers(tmp_path / "link").tensors) == ["c"]
 
 
-def test_other_files_are_not_looked_at(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_are_not_looked_at(sharded, monkeypatch):
     (sharded / "consolidated.safetensors").write_bytes(b"other")
     (sharded / "pytorch_model.bin").write_bytes(b"other")
     _save(sharded / "titanlite" / "expert_bias.safetensors", "d")
@@ -109,7 +109,7 @@ def test_other_files_are_not_looked_at(sharded: Path, monkeypatch: pytest.Monkey
     )
 
 
-def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
+def test_names_of_files_may_be_unusual(tmp_path):
     names = ["a b.safetensors", "-x.safetensors", "..safetensors", "\u00e9.safetensors"]
     for i, name in enumerate(names):
         _save(tmp_path / name, f"key.{i}")
@@ -122,7 +122,7 @@ def test_names_of_files_may_be_unusual(tmp_path: Path) -> None:
 # ---- no model ----
 
 
-def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_model(tmp_path, monkeypatch):
     neither = f"has neither {SINGLE_FILE} nor {INDEX_FILE}"
     _refusal(tmp_path, neither)
     _save(tmp_path / "other.safetensors", "a")
@@ -139,7 +139,7 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _refusal(tmp_path, f"{tmp_path / SINGLE_FILE}: cannot be read: it is a folder")
 
     # The superuser may read everything, so the refusal is played.
-    def refuse(path: str | Path, *_: object, **__: object) -> os.stat_result:
+    def refuse(path, *_, **__):
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
@@ -148,13 +148,11 @@ def test_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a\n\x1b[31m.pth"])
-def test_pickle_files_are_refused_and_never_opened(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickle_files_are_refused_and_never_opened(tmp_path, name, monkeypatch):
     os.mkfifo(tmp_path / name)  # whoever opens it waits
-    opened: list[str] = []
+    opened = []
 
-    def forbid(path: Any, *_: object, **__: object) -> Any:
+    def forbid(path, *_, **__):
         opened.append(str(path))
         raise AssertionError(f"opened {path}")
 
@@ -169,7 +167,7 @@ def test_pickle_files_are_refused_and_never_opened(
     assert not opened and name.encode("unicode_escape").decode() in text
 
 
-def test_pickle_file_that_says_it_is_safetensors(tmp_path: Path) -> None:
+def test_pickle_file_that_says_it_is_safetensors(tmp_path):
     ran = tmp_path / "ran"
     # protocol 0: calls os.system when it is read
     (tmp_path / SINGLE_FILE).write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
@@ -198,9 +196,7 @@ NO_OBJECT: dict[str, tuple[bytes | str | None, str]] = {
 
 
 @pytest.mark.parametrize(("content", "says"), NO_OBJECT.values(), ids=NO_OBJECT)
-def test_files_without_a_json_object_are_refused(
-    tmp_path: Path, content: bytes | str | None, says: str
-) -> None:
+def test_files_without_a_json_object_are_refused(tmp_path, content, says):
     path = tmp_path / INDEX_FILE
     if content is None:
         path.mkdir()
@@ -213,7 +209,7 @@ def test_files_without_a_json_object_are_refused(
     assert len(text) < 500 + len(str(tmp_path))
 
 
-def test_read_json(tmp_path: Path) -> None:
+def test_read_json(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(CheckpointError, match=r"^checkpoint x: there is no config\.json\.$"):
         read_json(path, "checkpoint x")
@@ -223,7 +219,7 @@ def test_read_json(tmp_path: Path) -> None:
         read_json(path / "y", "checkpoint x")
 
 
-def test_index_without_weight_map(tmp_path: Path) -> None:
+def test_index_without_weight_map(tmp_path):
     for table in [{}, *({"weight_map": x} for x in ({}, [], None, "a", [["a", FIRST]]))]:
         (tmp_path / INDEX_FILE).write_text(json.dumps(table))
         _refusal(tmp_path, f"{INDEX_FILE} has no weight_map")
@@ -246,9 +242,7 @@ OUTSIDE: list[Any] = [
 ]
 
 
-def test_index_names_no_file_of_the_folder(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_names_no_file_of_the_folder(sharded, tmp_path, monkeypatch):
     # the files are there, and sound
     for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):
         _save(place / "x.safetensors", "model.d.weight")
@@ -275,7 +269,7 @@ def test_index_names_no_file_of_the_folder(
 # ---- index and files ----
 
 
-def test_shards_that_cannot_be_read_are_named(sharded: Path) -> None:
+def test_shards_that_cannot_be_read_are_named(sharded):
     (sharded / SECOND).unlink()
     assert FIRST not in _refusal(sharded, f"{sharded / SECOND}: there is no such file")
     (sharded / FIRST).unlink()
@@ -295,7 +289,7 @@ def test_shards_that_cannot_be_read_are_named(sharded: Path) -> None:
     _refusal(sharded, f"{name}: cannot be read")
 
 
-def test_several_damaged_files_at_once(sharded: Path) -> None:
+def test_several_damaged_files_at_once(sharded):
     for name in (FIRST, SECOND):
         os.truncate(sharded / name, (sharded / name).stat().st_size - 1)
     _save(sharded / "third.safetensors", "d")
@@ -320,7 +314,7 @@ def test_several_damaged_files_at_once(sharded: Path) -> None:
     assert "third.safetensors" not in _refusal(sharded, *words)
 
 
-def test_not_more_problems_than_one_reads(sharded: Path) -> None:
+def test_not_more_problems_than_one_reads(sharded):
     _save_index(sharded, {f"layers.{i}.weight": f"{i}.safetensors" for i in range(3500)})
     lines = _refusal(sharded).splitlines()
     assert lines[0].endswith(": 3500 problems:")
@@ -331,7 +325,7 @@ def test_not_more_problems_than_one_reads(sharded: Path) -> None:
 # ---- read_headers ----
 
 
-def test_read_headers_collects_problems(tmp_path: Path) -> None:
+def test_read_headers_collects_problems(tmp_path):
     stored = read_headers([], "checkpoint x")
     assert (stored.tensors, stored.file_bytes) == ({}, {})
     for i, keys in enumerate([("a", "b"), ("b", "c"), ("b",)]):

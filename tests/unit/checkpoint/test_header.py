@@ -22,39 +22,37 @@ from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.folder import DTYPES, StoredTensor, encode_header, read_header
 
 
-def _entry(
-    dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **extra: Any
-) -> dict[str, Any]:
+def _entry(dtype="F32", shape=(1,), offsets=(0, 4), **extra):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **extra}
 
 
-def _pack(header: object, data: bytes = b"") -> bytes:
+def _pack(header, data=b""):
     """A file with `header`: bytes and text as they are, everything else as JSON."""
     text = header if isinstance(header, str | bytes) else json.dumps(header)
     text = text.encode() if isinstance(text, str) else text
     return struct.pack("<Q", len(text)) + text + data
 
 
-def _refusal(path: Path, words: str = "") -> str:
+def _refusal(path, words=""):
     return assert_refused(read_header, path, words)
 
 
-def _payload(tensor: torch.Tensor) -> bytes:
+def _payload(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "x.safetensors"
 
 
 # ---- files that are as they should be ----
 
 
-def _example_tensors() -> dict[str, torch.Tensor]:
+def _example_tensors():
     generator = torch.Generator().manual_seed(0)
 
-    def draw(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    def draw(dtype, shape):
         nbytes = math.prod(shape) * dtype.itemsize
         raw = torch.randint(
             2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator
@@ -71,7 +69,7 @@ def _example_tensors() -> dict[str, torch.Tensor]:
     return tensors | {name: torch.ones(1) for name in strange}
 
 
-def _check(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _check(path, tensors):
     raw = path.read_bytes()
     stored = read_header(path)
     assert stored.keys() == tensors.keys()
@@ -85,7 +83,7 @@ def _check(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     assert list(stored.values()) == sorted(stored.values(), key=lambda one: one.offset)
 
 
-def test_what_the_library_writes_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_library_writes_is_read(file, monkeypatch):
     for metadata in (None, {}, {"format": "pt", "\n\u00e9": "\x1b"}):
         save_file(_example_tensors(), file, metadata)
         _check(file, _example_tensors())
@@ -99,7 +97,7 @@ def test_what_the_library_writes_is_read(file: Path, monkeypatch: pytest.MonkeyP
         assert read_header(path)["F32.0"].file == path
 
 
-def test_headers_of_other_writers_are_read(file: Path) -> None:
+def test_headers_of_other_writers_are_read(file):
     for header in ("{}", "  {}", "{}   ", '{"__metadata__": {}}', '{"__metadata__": null}'):
         file.write_bytes(_pack(header))
         assert read_header(file) == {}
@@ -112,7 +110,7 @@ def test_headers_of_other_writers_are_read(file: Path) -> None:
     assert list(read_header(file)) == ["a", "none", "b"], "in the order of their bytes"
 
 
-def test_only_the_header_is_read(file: Path) -> None:
+def test_only_the_header_is_read(file):
     nbytes = 1 << 36  # a sparse file: reading it would take a minute
     header = _pack({"a": _entry("U8", [nbytes], [0, nbytes])})
     file.write_bytes(header)
@@ -121,7 +119,7 @@ def test_only_the_header_is_read(file: Path) -> None:
         assert read_header(file)["a"].nbytes == nbytes
 
 
-def test_descriptor_is_closed(file: Path) -> None:
+def test_descriptor_is_closed(file):
     save_file({"a": torch.ones(2)}, file)
     bad = file.with_name("bad")
     bad.write_bytes(b"1234")
@@ -133,7 +131,7 @@ def test_descriptor_is_closed(file: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_encoded_header_is_read_by_the_library(file: Path) -> None:
+def test_encoded_header_is_read_by_the_library(file):
     tensors = _example_tensors()
     start, rows = 0, []
     for key, tensor in tensors.items():
@@ -157,7 +155,7 @@ def test_encoded_header_is_read_by_the_library(file: Path) -> None:
 # ---- refusals ----
 
 
-def test_what_is_no_regular_file_is_refused(file: Path, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_refused(file, tmp_path):
     _refusal(file, "there is no such file")
     file.symlink_to("nowhere")
     _refusal(file, "there is no such file")
@@ -171,7 +169,7 @@ def test_what_is_no_regular_file_is_refused(file: Path, tmp_path: Path) -> None:
             _refusal(tmp_path / name, "cannot be read")
 
 
-def test_every_truncation_is_refused(file: Path) -> None:
+def test_every_truncation_is_refused(file):
     save_file({"a.weight": torch.ones(2, 3), "b.weight": torch.ones(5, dtype=torch.uint8)}, file)
     raw = file.read_bytes()
     for size in range(len(raw)):
@@ -215,7 +213,7 @@ DAMAGED: dict[str, tuple[Any, int, str]] = {
 
 
 @pytest.mark.parametrize(("header", "num_bytes", "words"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_header_is_refused(file: Path, header: object, num_bytes: int, words: str) -> None:
+def test_damaged_header_is_refused(file, header, num_bytes, words):
     file.write_bytes(_pack(header, bytes(num_bytes)))
     with at_most(20):
         assert len(_refusal(file, words)) < 1000 + len(str(file))
@@ -227,7 +225,7 @@ def test_damaged_header_is_refused(file: Path, header: object, num_bytes: int, w
 Reference = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def _get_reference(path: Path) -> Reference | None:
+def _get_reference(path):
     """What safetensors itself reads; None if it refuses."""
     try:
         with safe_open(path, "pt") as file:
@@ -237,7 +235,7 @@ def _get_reference(path: Path) -> Reference | None:
         return None
 
 
-def _is_refused_on_purpose(raw: bytes) -> bool:
+def _is_refused_on_purpose(raw):
     """What we refuse and safetensors reads: other dtypes than ours, and entries as lists."""
     length = struct.unpack("<Q", raw[:8])[0]
     table = json.loads(raw[8 : 8 + length])
@@ -249,7 +247,7 @@ def _is_refused_on_purpose(raw: bytes) -> bool:
     )
 
 
-def _check_raw(path: Path, raw: bytes) -> None:
+def _check_raw(path, raw):
     """The property: refused with a message that names the file, or in range, without overlap, of
     the right size, and what the reference implementation reads.
     """
@@ -281,7 +279,7 @@ def _check_raw(path: Path, raw: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fuzzed(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz") / "x.safetensors"
 
 
@@ -296,7 +294,7 @@ _JSON_BYTES = st.sampled_from(list(b'{}[]",:0123456789-.eE\\u \n\0\xff')) | st.i
 
 
 @st.composite
-def _damaged(draw: st.DrawFn) -> bytes:
+def _damaged(draw):
     """A valid file with a few bytes changed, added or taken away; sometimes with a length that fits
     again.
     """
@@ -326,5 +324,5 @@ def _damaged(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=400)
 @given(_damaged())
-def test_damaged_files(fuzzed: Path, raw: bytes) -> None:
+def test_damaged_files(fuzzed, raw):
     _check_raw(fuzzed, raw)

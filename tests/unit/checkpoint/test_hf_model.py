@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -356,7 +355,7 @@ def test_every_tool_refuses_another_head_of_a_tied_model(tmp_path, capsys, tool)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "base_model_name_or_path": str(folder)}
     (adapters / "adapter_config.json").write_text(json.dumps(config))
 
-    def use(out: Path) -> int:
+    def use(out):
         if tool == "export":
             return export_checkpoint.main([str(folder), str(out)])
         if tool == "merge":
@@ -385,7 +384,7 @@ def test_rank_0_alone_reads_what_is_compared(tmp_path, run_ranks):
         tmp_path, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     )
 
-    def rank_main() -> int:
+    def rank_main():
         calls, original = [], os.preadv
         os.preadv = lambda *arguments: calls.append(arguments) or original(*arguments)
         hf_checkpoint(folder, TIED)

@@ -7,7 +7,6 @@ import os
 import random
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from processes import anonymous_bytes
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.folder import DTYPES, StoredTensor, read_header
+from titanlite.checkpoint.folder import DTYPES, read_header
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
 from titanlite.materialize import ReadRequest, Region
 
@@ -36,14 +35,14 @@ def whole(shape):
     return Region((0,) * len(shape), tuple(shape))
 
 
-def write_files(folder: Path, *files: dict[str, torch.Tensor]) -> list[Path]:
+def write_files(folder, *files):
     paths = [folder / f"{i}.safetensors" for i in range(len(files))]
     for path, tensors in zip(paths, files, strict=True):
         save_file(tensors, path)
     return paths
 
 
-def open_reader(paths, threads=0) -> tuple[SafetensorsReader, dict[str, StoredTensor]]:
+def open_reader(paths, threads=0):
     """Every stored tensor under its own key."""
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     placed = {

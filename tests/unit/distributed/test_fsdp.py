@@ -41,9 +41,7 @@ CONFIG = ModelConfig(
         (Degrees(dp_shard=2, tp=2, ep=4), "float32", False),
     ],
 )
-def test_experts_are_units_where_that_changes_anything(
-    degrees: Degrees, param_dtype: str, expected: bool
-) -> None:
+def test_experts_are_units_where_that_changes_anything(degrees, param_dtype, expected):
     job = JobConfig()
     job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
     with fake_ranks(4):
@@ -56,7 +54,7 @@ def test_experts_are_units_where_that_changes_anything(
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype: str) -> None:
+def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype):
     job = JobConfig()
     job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
     with fake_ranks(1):
@@ -67,7 +65,7 @@ def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype: str) -> None
         }
 
 
-def test_copies_of_experts_add_gradients_in_float32() -> None:
+def test_copies_of_experts_add_gradients_in_float32():
     """As FSDP over one rank would: products see bfloat16, sums of micro-batches are float32."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 5, 4))
@@ -97,7 +95,7 @@ def test_copies_of_experts_add_gradients_in_float32() -> None:
 
 
 @pytest.mark.parametrize("ep", [2, 4])
-def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
+def test_tokens_do_not_share_a_group_with_parameters(ep):
     """NCCL serves a communicator in order, so that they would wait for each other."""
     with fake_ranks(4):
         dims = ParallelDims.build(Degrees(dp_shard=4, ep=ep), "cpu")
@@ -121,9 +119,7 @@ def test_tokens_do_not_share_a_group_with_parameters(ep: int) -> None:
         (Degrees(pp=2, dp_shard=2, ep=2), ("pp", "dp_shard"), ("pp", "efsdp", "ep")),
     ],
 )
-def test_an_axis_of_one_rank_has_no_group(
-    degrees: Degrees, dense: tuple, sparse: tuple | None
-) -> None:
+def test_an_axis_of_one_rank_has_no_group(degrees, dense, sparse):
     """But for those that FSDP units are split over."""
     for rank in range(4):
         with fake_ranks(4, rank):
@@ -152,7 +148,7 @@ def test_an_axis_of_one_rank_has_no_group(
         (Degrees(dp_replicate=2, dp_shard=2, cp=2), [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
-def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[list[int]]) -> None:
+def test_pieces_of_sequences_lie_on_neighbours(degrees, groups):
     """Those that read the same data, with the same place among the tp ranks; the group is no other
     group.
     """
@@ -164,7 +160,7 @@ def test_pieces_of_sequences_lie_on_neighbours(degrees: Degrees, groups: list[li
             assert dist.get_process_group_ranks(dims.cp_group)[dims.cp_group.rank()] == rank
 
 
-def _place(rank: int, degrees: Degrees) -> tuple[int, int, int, int]:
+def _place(rank, degrees):
     stage, rank = divmod(rank, degrees.stage_size)
     return (
         stage,

@@ -12,7 +12,7 @@ from titanlite.models.layers import keep
 
 
 @pytest.fixture
-def chosen(tmp_path, monkeypatch) -> None:
+def chosen(tmp_path, monkeypatch):
     """A cache folder where others can write."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o775)
@@ -24,7 +24,7 @@ def test_all_that_compiles_has_looked_before():
     job.compile.enable = True
 
     class Model:
-        def decoder_layers(self) -> list[torch.nn.Module]:
+        def decoder_layers(self):
             return [torch.nn.Linear(2, 2)]
 
     with pytest.raises(ConfigError, match="loads libraries from"):
@@ -39,7 +39,7 @@ def test_all_that_compiles_has_looked_before():
 def test_what_is_kept_is_made_once_however_often_a_layer_is_recomputed():
     made = []
 
-    def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def layer(x, weight):
         number = keep(lambda: len(made))  # another one, if it were made again
         factor = keep(lambda: made.append(None) or weight * 2)
         return (x.sin() * factor * (number + 1)).sin().sin()

@@ -4,7 +4,6 @@ puts there.
 
 import itertools
 import math
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +22,7 @@ WORLD = 8
 
 
 @contextmanager
-def fake_rank(rank: int) -> Iterator[None]:
+def fake_rank(rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     try:
         yield
@@ -31,7 +30,7 @@ def fake_rank(rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def coverage(make) -> tuple[torch.Tensor, int]:
+def coverage(make):
     """How often each element is held, over all ranks, and the number of replicas that layout
     states.
     """
@@ -65,7 +64,7 @@ def test_shards_tile_the_tensor(shape, placements):
 SHAPES = [(16, 8), (12, 8), (10, 8), (5, 6), (3, 8), (1, 4)]
 
 
-def fsdp_over_tensor_parallel() -> list[tuple[int, torch.Tensor]]:
+def fsdp_over_tensor_parallel():
     """This rank's regions, and its values after FSDP2 sharded a real tensor that counts 0, 1, 2,
     ...
     """

@@ -3,8 +3,7 @@ dtypes, sources.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import cast
 
 import pytest
@@ -138,7 +137,7 @@ def test_allocate_poisons_everything_that_was_on_meta():
 class Forgetful(Recipe):
     """Fills nothing."""
 
-    def fill(self, *_: object) -> None: ...
+    def fill(self, *_): ...
 
 
 def test_tensors_that_are_not_filled_are_named():
@@ -260,13 +259,13 @@ INTEGERS = [
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
-def test_parameters_and_buffers_of_all_dtypes(dtype: torch.dtype) -> None:
+def test_parameters_and_buffers_of_all_dtypes(dtype):
     for shape in [(3,), (), (2, 0)]:
         value = torch.tensor([1.0, 0.5, 2.0])[: math.prod(shape)].view(shape).to(dtype)
         model = Holder(b=lambda value=value: value)
@@ -281,7 +280,7 @@ def test_parameters_and_buffers_of_all_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
-def test_nan_and_infinity_of_all_dtypes_are_found(dtype: torch.dtype) -> None:
+def test_nan_and_infinity_of_all_dtypes_are_found(dtype):
     weight = torch.ones(4, 3).to(dtype)
     values = [
         (weight.clone(), "not filled, or NaN, in 2 of 12 elements."),
@@ -323,9 +322,7 @@ def test_nan_and_infinity_of_all_dtypes_are_found(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta"
 )
-def test_a_form_that_cannot_be_filled_is_refused(
-    make: Callable[[], torch.Tensor], form: str
-) -> None:
+def test_a_form_that_cannot_be_filled_is_refused(make, form):
     model = nn.Module()
     model.register_buffer("table", make())
     with pytest.raises(PlanError) as error:
@@ -338,7 +335,7 @@ def test_a_form_that_cannot_be_filled_is_refused(
 @pytest.mark.filterwarnings(
     "ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta"
 )
-def test_values_of_any_form_are_kept_and_have_a_digest() -> None:
+def test_values_of_any_form_are_kept_and_have_a_digest():
     model = meta_linear()
     kept = {
         "sparse": torch.eye(3).to_sparse(),
@@ -427,14 +424,14 @@ def test_channels_last_convolution():
 
 
 def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The default group ends after `comm.timeout_seconds`, which a rank on a cold disk may need
     more than.
     """
-    groups: list[object] = []
+    groups = []
 
-    def together(group: object) -> AbstractContextManager[None]:
+    def together(group):
         groups.append(group)
         return nullcontext()
 

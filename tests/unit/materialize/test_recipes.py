@@ -11,7 +11,6 @@ from titanlite.materialize import (
     Constant,
     Normal,
     Ones,
-    Recipe,
     Region,
     Uniform,
     Zeros,
@@ -24,7 +23,7 @@ RECIPES = [
 ]
 
 
-def fill(recipe: Recipe, shape, region=None, seed=0, name="w", dtype=torch.float32) -> torch.Tensor:
+def fill(recipe, shape, region=None, seed=0, name="w", dtype=torch.float32):
     region = region or Region((0,) * len(shape), tuple(shape))
     local = torch.full(region.lengths, float("nan"), dtype=dtype)
     recipe.fill(local, region, tuple(shape), seed, name)

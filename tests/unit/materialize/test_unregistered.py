@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from titanlite.base.errors import PlanError
-from titanlite.materialize import Init, Normal, Source, Zeros, build_plan, materialize
+from titanlite.materialize import Init, Normal, Zeros, build_plan, materialize
 from titanlite.materialize.sources import Compute
 
 
@@ -29,59 +29,59 @@ class Pair(NamedTuple):
 class Slotted:
     __slots__ = ("__hidden", "unset", "value")
 
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def method(self) -> None: ...
+    def method(self): ...
 
 
 class Model(nn.Module):
     """A registered parameter, and one more attribute."""
 
-    def __init__(self, held: Callable[["Model"], Any]) -> None:
+    def __init__(self, held):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 4))
         self.held = held(self)
 
-    def declare_sources(self) -> dict[str, Source]:
+    def declare_sources(self):
         return {"weight": Init(Normal())}
 
 
-def build(held: Callable[[Model], Any]) -> Model:
+def build(held):
     with torch.device("meta"):
         return Model(held)
 
 
-def refuse(model: nn.Module) -> str:
+def refuse(model):
     with pytest.raises(PlanError) as error:
         materialize(model, "cpu", [])
     assert all(param.is_meta for param in model.parameters())
     return str(error.value)
 
 
-def mask() -> torch.Tensor:
+def mask():
     return torch.ones(4, 4).tril()
 
 
-def closure(value: object) -> Callable[[], object]:
+def closure(value):
     return lambda: value
 
 
-def with_default(value: torch.Tensor) -> Callable[..., object]:
-    def use(x: object = value) -> object:
+def with_default(value):
+    def use(x=value):
         return x
 
     return use
 
 
-def cyclic() -> list[Any]:
-    ring: list[Any] = [SimpleNamespace()]
+def cyclic():
+    ring = [SimpleNamespace()]
     ring[0].back, ring[0].table = ring, mask()
     return ring
 
 
-def deep(levels: int) -> list[Any]:
-    held: list[Any] = [mask()]
+def deep(levels):
+    held = [mask()]
     for _ in range(levels):
         held = [held]
     return held
@@ -105,7 +105,7 @@ HELD: list[Callable[[], Any]] = [
 ]
 
 
-def test_a_tensor_inside_another_object_is_refused_with_the_attribute_that_leads_there() -> None:
+def test_a_tensor_inside_another_object_is_refused_with_the_attribute_that_leads_there():
     for make in HELD:
         assert " held: holds a tensor (" in refuse(build(lambda _, make=make: make()))
     with torch.device("meta"):
@@ -117,7 +117,7 @@ def test_a_tensor_inside_another_object_is_refused_with_the_attribute_that_leads
     assert text in refuse(model)
 
 
-def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
+def test_a_tensor_of_the_class_or_on_a_parameter_is_refused():
     class Cached(Model):
         cache: dict[int, torch.Tensor] = {}  # noqa: RUF012 - the fault that is looked for
 
@@ -149,7 +149,7 @@ def test_a_tensor_of_the_class_or_on_a_parameter_is_refused() -> None:
         ),
     ],
 )
-def test_the_remedy_fits_the_tensor(held: Callable[[Model], Any], remedy: str) -> None:
+def test_the_remedy_fits_the_tensor(held, remedy):
     assert remedy in refuse(build(held))
 
 
@@ -166,7 +166,7 @@ def test_the_remedy_fits_the_tensor(held: Callable[[Model], Any], remedy: str) -
         lambda model: closure(torch),
     ],
 )
-def test_references_to_own_tensors_and_modules_are_no_problem(held: Callable[[Model], Any]) -> None:
+def test_references_to_own_tensors_and_modules_are_no_problem(held):
     model = build(held)
     materialize(model, "cpu", [])
     assert not model.weight.is_meta
@@ -182,7 +182,7 @@ def test_references_to_own_tensors_and_modules_are_no_problem(held: Callable[[Mo
         lambda: nn.GRU(3, 4, bias=False),
     ],
 )
-def test_recurrent_modules_compute_at_once(make: Callable[[], nn.RNNBase]) -> None:
+def test_recurrent_modules_compute_at_once(make):
     """Their plain list of weights, and weak references to them, are those of the real ones."""
     with torch.device("meta"):
         model = make()
@@ -200,22 +200,22 @@ def test_recurrent_modules_compute_at_once(make: Callable[[], nn.RNNBase]) -> No
 class Viewed(nn.Module):
     """Tensors that `register` makes of one another."""
 
-    def __init__(self, register: Callable[[nn.Module], None]) -> None:
+    def __init__(self, register):
         super().__init__()
         register(self)
 
 
-def _buffer_view(module: nn.Module) -> None:
+def _buffer_view(module):
     weight = module.weight = nn.Parameter(torch.empty(4, 4))
     module.register_buffer("top", weight[:2], persistent=False)
 
 
-def _detached_view(module: nn.Module) -> None:
+def _detached_view(module):
     module.weight = nn.Parameter(torch.empty(4, 4))
     module.register_buffer("top", module.weight.detach().view(2, 8))
 
 
-def _two_parameters(module: nn.Module) -> None:
+def _two_parameters(module):
     module.first = nn.Parameter(torch.empty(6))
     module.second = nn.Parameter(module.first.data.view(2, 3))
 
@@ -228,9 +228,7 @@ def _two_parameters(module: nn.Module) -> None:
         (_two_parameters, "second: shares memory with first, so both would be written twice."),
     ],
 )
-def test_tensors_that_share_memory_are_refused(
-    register: Callable[[nn.Module], None], text: str
-) -> None:
+def test_tensors_that_share_memory_are_refused(register, text):
     with torch.device("meta"):
         model = Viewed(register)
     with pytest.raises(PlanError) as error:
@@ -238,11 +236,11 @@ def test_tensors_that_share_memory_are_refused(
     assert str(error.value).startswith(f"materialize: {text}")
 
 
-def test_parts_without_common_elements_are_independent() -> None:
+def test_parts_without_common_elements_are_independent():
     class Halves(nn.Module):
         positions: torch.Tensor
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             first, second = torch.empty(2, 3).unbind()
             self.first, self.second = nn.Parameter(first), nn.Parameter(second)

@@ -2,7 +2,6 @@ import io
 import re
 import sys
 
-import pytest
 from rich.console import Console
 
 from titanlite.base.log import _OutputHandler, logger
@@ -49,7 +48,7 @@ def test_line_shows_padding_where_there_is_much_of_it():
     )
 
 
-def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values() -> None:
+def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values():
     stream = io.StringIO()
     terminal = Console(
         file=stream, force_terminal=True, width=140, color_system=None, soft_wrap=True
@@ -72,7 +71,7 @@ def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values() -> None:
     ), lines[2]
 
 
-def test_lines_above_the_bar_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_above_the_bar_are_not_wrapped(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     handler = _OutputHandler()
@@ -93,7 +92,7 @@ def test_lines_above_the_bar_are_not_wrapped(monkeypatch: pytest.MonkeyPatch) ->
     assert any(line.endswith(long) for line in text) and text[-1].endswith("after the bar")
 
 
-def test_line_of_preferences_has_accuracy_and_margin() -> None:
+def test_line_of_preferences_has_accuracy_and_margin():
     line = format_line(1, 10, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.0125})
     assert "loss  4.8123  accuracy 0.62  margin 0.013  grad norm" in line
 

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ TINY_DENSE = ModelConfig(
 )
 
 
-def num_parameters(config: ModelConfig) -> tuple[int, int]:
+def num_parameters(config):
     """All parameters, and those that are active for one token."""
     sizes = {name: param.numel() for name, param in build_decoder(config).named_parameters()}
     total, routed = (
@@ -42,7 +41,7 @@ def num_parameters(config: ModelConfig) -> tuple[int, int]:
     )
 
 
-def flops_of_config(config: ModelConfig, seq_len: int) -> int:
+def flops_of_config(config, seq_len):
     return train_flops_per_token(build_decoder(config), seq_len)
 
 
@@ -53,7 +52,7 @@ def flops_of_config(config: ModelConfig, seq_len: int) -> int:
         ("deepseek_v3", "Moonlight-16B-A3B", 15.96e9, 2.24e9),
     ],
 )
-def test_published_sizes(family: str, flavor: str, total: float, active: float):
+def test_published_sizes(family, flavor, total, active):
     config = families()[family].presets[flavor]
     found, found_active = num_parameters(config)
     assert found == pytest.approx(total, rel=0.01)
@@ -80,7 +79,7 @@ TIED = replace(DENSE, tie_word_embeddings=True)
 MOE = replace(families()["dots1"].presets["debug"], num_layers=3, vocab_size=64, num_dense_layers=1)
 
 
-def recorded_flops(config: ModelConfig, freeze: str) -> int:
+def recorded_flops(config, freeze):
     """What the products of a training step of one row compute, by the recorder of the planner, per
     token.
     """
@@ -105,9 +104,7 @@ def recorded_flops(config: ModelConfig, freeze: str) -> int:
         (MOE, "model.embed_tokens*, model.layers.0.*, *.self_attn.*, *.mlp.shared_experts.*", 1),
     ],
 )
-def test_what_frozen_parameters_save_is_what_backward_leaves_out(
-    config: ModelConfig, freeze: str, unreached_layers: int
-):
+def test_what_frozen_parameters_save_is_what_backward_leaves_out(config, freeze, unreached_layers):
     model = build_decoder(config)
     freeze_parameters(model, OptimizerSection(freeze=freeze))
     saved = flops_of_config(config, SEQ_LEN) - train_flops_per_token(model, SEQ_LEN)
@@ -125,7 +122,7 @@ def test_what_frozen_parameters_save_is_what_backward_leaves_out(
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"v_head_dim": 30}])
-def test_flops_of_latent_attention(changes: dict[str, int]):
+def test_flops_of_latent_attention(changes):
     """The recorder's, but for norms, which count as matrices; on the CPU no causal kernel takes
     such heads.
     """
@@ -140,7 +137,7 @@ def test_flops_of_latent_attention(changes: dict[str, int]):
     assert recorded_flops(config, "") == flops_of_config(config, SEQ_LEN) - norms + above_diagonal
 
 
-def flops_of(section: ModelSection, freeze: str) -> int:
+def flops_of(section, freeze):
     model = build_model(resolve_model_config(section))
     freeze_parameters(model, OptimizerSection(freeze=freeze))
     return train_flops_per_token(model, SEQ_LEN)
@@ -149,13 +146,13 @@ def flops_of(section: ModelSection, freeze: str) -> int:
 @pytest.mark.parametrize(
     "freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"]
 )
-def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze: str):
+def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze):
     native = ModelSection(name="qwen3_moe", flavor="debug", implementation="native")
     other = replace(native, implementation="transformers")
     assert flops_of(native, freeze) == flops_of(other, freeze)
 
 
-def test_a_frozen_vision_tower_has_no_backward(tmp_path: Path):
+def test_a_frozen_vision_tower_has_no_backward(tmp_path):
     save_tiny_llava(tmp_path)
     section = ModelSection(hf_assets_path=str(tmp_path))
     model = build_model(resolve_model_config(section))
@@ -194,7 +191,7 @@ def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
         ("AMD Instinct MI300X", 1307),
     ],
 )
-def test_peak_flops_of_known_gpus(name: str, tflops: int):
+def test_peak_flops_of_known_gpus(name, tflops):
     assert peak_flops(name, torch.bfloat16) == tflops * 1e12
 
 
@@ -207,5 +204,5 @@ def test_peak_flops_of_known_gpus(name: str, tflops: int):
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16),
     ],
 )
-def test_peak_flops_is_none_rather_than_wrong(name: str, dtype: torch.dtype):
+def test_peak_flops_is_none_rather_than_wrong(name, dtype):
     assert peak_flops(name, dtype) is None

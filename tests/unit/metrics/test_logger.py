@@ -4,8 +4,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,14 +26,14 @@ IDLE = "moe: experts got no token, or less than 0.01 of an even share,"
 
 
 @pytest.fixture
-def job() -> JobConfig:
+def job():
     job = JobConfig()
     job.training.steps = 300
     return job
 
 
 @pytest.fixture
-def console() -> Iterator[io.StringIO]:
+def console():
     """Collects the package's log lines."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -47,31 +45,31 @@ def console() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-def build(job: JobConfig, folder: Path, **options) -> MetricsLogger:
+def build(job, folder, **options):
     return MetricsLogger(job, folder, flops_per_token=1000, num_ranks=4, device=CPU, **options)
 
 
-def moe(counts: torch.Tensor = COUNTS) -> MoEState:
+def moe(counts=COUNTS):
     layers = len(counts)
     return MoEState(counts, torch.tensor([[-0.5] * layers, [0.25] * layers]))
 
 
-def log(metrics: MetricsLogger, step: int, loss: float = 2.5, **options) -> None:
+def log(metrics, step, loss=2.5, **options):
     phases = {"data": 0.5, "forward": 1.0, "backward": 1.5, "optimizer": 0.25}
     metrics.log_step(
         StepPoint(step, loss, 0.91, 1e-3, tokens=8000, seconds=4.0, phases=phases, **options)
     )
 
 
-def read_lines(folder: Path) -> list[dict]:
+def read_lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def read_events(folder: Path) -> EventAccumulator:
+def read_events(folder):
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig, tmp_path: Path):
+def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job, tmp_path):
     with build(job, tmp_path, moe_layers=[3, 4]) as metrics:
         norms = {"experts": 0.5, "router": 0.76}
         log(metrics, 10, moe=moe(), group_norms=norms, extra={"loss/aux": 0.125})
@@ -134,7 +132,7 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job: JobConfig,
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
 
 
-def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
+def test_rows_have_the_numbers_of_their_layers(job, tmp_path):
     """Where dense layers lie between, all are written. What a model cannot say of its experts is
     left out.
     """
@@ -148,7 +146,7 @@ def test_rows_have_the_numbers_of_their_layers(job: JobConfig, tmp_path: Path):
     assert tags == {f"{name}/layer_{number}" for name in of_layers for number in ("01", "03")}
 
 
-def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Path):
+def test_values_that_are_not_finite_stay_valid_json(job, tmp_path):
     with build(job, tmp_path) as metrics:
         log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, moe=moe(torch.zeros(1, 4)))
     (line,) = read_lines(tmp_path)
@@ -156,7 +154,7 @@ def test_values_that_are_not_finite_stay_valid_json(job: JobConfig, tmp_path: Pa
     assert np.isnan(read_events(tmp_path / "tb").Scalars("loss/train")[0].value)
 
 
-def test_largest_values_are_in_both_and_their_steps_in_the_lines(job: JobConfig, tmp_path: Path):
+def test_largest_values_are_in_both_and_their_steps_in_the_lines(job, tmp_path):
     largest = {"loss/train_max": Largest(7.5, 13), "grad_norm_max": Largest(float("nan"), 17)}
     with build(job, tmp_path) as metrics:
         log(metrics, 20, largest=largest, slowest_s=1.25)
@@ -173,7 +171,7 @@ def test_largest_values_are_in_both_and_their_steps_in_the_lines(job: JobConfig,
     assert not [name for name in events.Tags()["scalars"] if name.endswith("_step")]
 
 
-def test_each_line_is_on_disk_before_close(job: JobConfig, tmp_path: Path):
+def test_each_line_is_on_disk_before_close(job, tmp_path):
     metrics = build(job, tmp_path)
     log(metrics, 1)
     assert len(read_lines(tmp_path)) == 1
@@ -183,9 +181,7 @@ def test_each_line_is_on_disk_before_close(job: JobConfig, tmp_path: Path):
     assert len(read_lines(tmp_path)) == 1
 
 
-def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(
-    job: JobConfig, tmp_path: Path
-):
+def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job, tmp_path):
     with build(job, tmp_path) as metrics:
         for step in (10, 20, 30):
             log(metrics, step, loss=1.0)
@@ -198,7 +194,7 @@ def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(
     assert lines[-1]["time/step_s"] == pytest.approx(0.4)  # 10 steps since the resume, not 20
 
 
-def test_console_line(job: JobConfig, tmp_path: Path, console):
+def test_console_line(job, tmp_path, console):
     with build(job, tmp_path) as metrics:
         log(metrics, 50, moe=moe())
         metrics.log_validation(50, 2.25)
@@ -210,7 +206,7 @@ def test_console_line(job: JobConfig, tmp_path: Path, console):
     assert validation == "step    50/300  validation loss  2.2500"
 
 
-def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_path: Path, console):
+def test_idle_experts_are_warned_of_when_they_become_more(job, tmp_path, console):
     """Over a whole interval, not in a step of it, by layer and once; the point of step 1 is part of
     the first one.
     """
@@ -219,7 +215,7 @@ def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_pa
     lazy = torch.tensor([[9000, 0, 5000, 6000], [0, 9999, 9999, 2]])
     points = {1: busy, 10: lazy, 20: lazy, 30: lazy, 40: busy, 50: busy, 60: lazy, 66: lazy}
 
-    def state(step: int) -> MoEState:
+    def state(step):
         return MoEState(lazy, None, points[step], top_k=2)
 
     with build(job, tmp_path, moe_layers=[3, 7], if_idle="Set this.") as metrics:
@@ -238,7 +234,7 @@ def test_idle_experts_are_warned_of_when_they_become_more(job: JobConfig, tmp_pa
     )
 
 
-def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
+def test_mfu_of_a_known_gpu(job, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     metrics = MetricsLogger(job, tmp_path, 989 * 10**9, num_ranks=2, device=torch.device("cuda", 0))
     with metrics:
@@ -249,7 +245,7 @@ def test_mfu_of_a_known_gpu(job: JobConfig, tmp_path: Path, monkeypatch):
     assert line["memory/max_reserved_gib"] == 3.0
 
 
-def test_other_ranks_write_nothing(job: JobConfig, tmp_path: Path, monkeypatch, console):
+def test_other_ranks_write_nothing(job, tmp_path, monkeypatch, console):
     monkeypatch.setenv("RANK", "1")
     with build(job, tmp_path / "run") as metrics:
         log(metrics, 1, moe=moe())
@@ -258,7 +254,7 @@ def test_other_ranks_write_nothing(job: JobConfig, tmp_path: Path, monkeypatch, 
     assert console.getvalue() == ""
 
 
-def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
+def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path):
     script = (
         "import sys, torch\nfrom titanlite.config.schema import JobConfig\nfrom "
         "titanlite.metrics.logger import MetricsLogger\njob = JobConfig(); "
@@ -273,7 +269,7 @@ def test_tensorboard_can_be_off_and_is_imported_only_when_on(tmp_path: Path):
 
 
 def test_a_full_disk_is_one_warning_and_the_points_come_later(
-    job: JobConfig, tmp_path, console, full_disk, capfd
+    job, tmp_path, console, full_disk, capfd
 ):
     job.metrics.enable_tensorboard = False
     full_disk(0)
@@ -296,7 +292,7 @@ def test_a_full_disk_is_one_warning_and_the_points_come_later(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_metrics_that_cannot_be_written_are_a_warning(job: JobConfig, tmp_path: Path, console):
+def test_metrics_that_cannot_be_written_are_a_warning(job, tmp_path, console):
     """A device in the place of the file, or a file in that of the folder."""
     (tmp_path / "metrics.jsonl").symlink_to("/dev/null")
     (tmp_path / "file").write_text("")
@@ -314,11 +310,9 @@ def test_metrics_that_cannot_be_written_are_a_warning(job: JobConfig, tmp_path: 
     assert console.getvalue().count("Only metrics.jsonl goes on") == 1, "of TensorBoard's folder"
 
 
-def test_a_broken_progress_bar_falls_back_to_plain_lines(
-    job: JobConfig, tmp_path: Path, monkeypatch, console
-):
+def test_a_broken_progress_bar_falls_back_to_plain_lines(job, tmp_path, monkeypatch, console):
     class BrokenBar:
-        def __init__(self, *_) -> None: ...
+        def __init__(self, *_): ...
 
         def __enter__(self):
             return self

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from titanlite.config.schema import LoRASection, OptimizerSection
 from titanlite.features.lora.layers import apply_lora
@@ -12,11 +11,11 @@ from titanlite.models.families import families
 from titanlite.optim.optimizer import freeze_parameters
 
 
-def build(family: str = "qwen3_moe", **sizes):
+def build(family="qwen3_moe", **sizes):
     return build_decoder(replace(families()[family].presets["debug"], **sizes))
 
 
-def names_by_group(model: nn.Module, groups: dict[str, list[nn.Parameter]]) -> dict[str, set[str]]:
+def names_by_group(model, groups):
     names = {param: name for name, param in model.named_parameters()}
     return {
         group: {names[param].removeprefix("model.layers.0.") for param in params}
@@ -63,7 +62,7 @@ def test_frozen_parameters_are_in_none_and_adapters_in_their_own():
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-def test_groups_part_the_trained_parameters(family: str):
+def test_groups_part_the_trained_parameters(family):
     model = build(family)
     grouped = [param for params in group_parameters(model).values() for param in params]
     assert len(grouped) == len(set(grouped)) and set(grouped) == set(model.parameters())

@@ -16,7 +16,7 @@ def test_the_largest_value_and_its_step():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_value_that_is_not_finite_is_the_largest_wherever_it_stands(bad: float, place: int):
+def test_a_value_that_is_not_finite_is_the_largest_wherever_it_stands(bad, place):
     values = [9.0, 9.0, 9.0, 9.0]
     values[place] = bad
     found = find_largest(values, last_step=4)

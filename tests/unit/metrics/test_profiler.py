@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:U
 
 
 @pytest.fixture(autouse=True)
-def one_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_of_two_ranks(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
 
 
-def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = None) -> None:
+def train(folder, freq, first, last, fail_in=None):
     """The steps `first` to `last` of a run, as one process trains them, each with one matrix
     product.
     """
@@ -32,20 +31,20 @@ def train(folder: Path, freq: int, first: int, last: int, fail_in: int | None = 
             end_step(step)
 
 
-def traces(folder: Path) -> dict[int, Path]:
+def traces(folder):
     return {
         int(path.parent.name.removeprefix("step-")): path
         for path in folder.glob("profile_traces/*/rank-0.json")
     }
 
 
-def num_products(path: Path) -> int:
+def num_products(path):
     return sum(
         event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"]
     )
 
 
-def test_traces_are_named_by_the_step_of_the_run(tmp_path: Path):
+def test_traces_are_named_by_the_step_of_the_run(tmp_path):
     train(tmp_path, 3, 1, 7)
     assert set(traces(tmp_path)) == {3, 6}
     before = traces(tmp_path)[3].read_bytes()
@@ -56,7 +55,7 @@ def test_traces_are_named_by_the_step_of_the_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("freq", "last"), [(1, 2), (3, 5)])
-def test_what_follows_the_last_step_is_no_trace(tmp_path: Path, freq: int, last: int):
+def test_what_follows_the_last_step_is_no_trace(tmp_path, freq, last):
     """The profiler has begun to record a step by then: with freq 1 it would replace the trace of
     the last one.
     """
@@ -66,13 +65,13 @@ def test_what_follows_the_last_step_is_no_trace(tmp_path: Path, freq: int, last:
     )
 
 
-def test_a_step_that_fails_leaves_no_trace(tmp_path: Path):
+def test_a_step_that_fails_leaves_no_trace(tmp_path):
     with pytest.raises(KeyError):
         train(tmp_path, 1, 1, 3, fail_in=2)
     assert set(traces(tmp_path)) == {1}
 
 
-def test_a_step_trained_again_replaces_its_trace(tmp_path: Path):
+def test_a_step_trained_again_replaces_its_trace(tmp_path):
     train(tmp_path, 2, 1, 2)
     old = traces(tmp_path)[2]
     old.write_text("old")
@@ -80,7 +79,7 @@ def test_a_step_trained_again_replaces_its_trace(tmp_path: Path):
     assert num_products(old) == 1
 
 
-def test_off_it_does_nothing(tmp_path: Path):
+def test_off_it_does_nothing(tmp_path):
     with profiling(JobConfig().profiling, tmp_path) as end_step:
         end_step(1)
     assert list(tmp_path.iterdir()) == []

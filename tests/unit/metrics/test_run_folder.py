@@ -11,7 +11,7 @@ from titanlite.metrics.run_folder import check_same_run, get_identity
 SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
 
 
-def test_a_model_of_the_hub_is_known_by_its_id() -> None:
+def test_a_model_of_the_hub_is_known_by_its_id():
     job = JobConfig()
     job = replace(job, checkpoint=replace(job.checkpoint, initial_load_path=SNAPSHOT))
     assert get_identity(job)["checkpoint.initial_load_path"] == "Qwen/Qwen3-8B@0123abc"
@@ -26,9 +26,7 @@ def test_a_model_of_the_hub_is_known_by_its_id() -> None:
         ("lora", "rank", 8, False),
     ],
 )
-def test_another_run_is_refused(
-    section: str, name: str, value: object, can_be_forced: bool
-) -> None:
+def test_another_run_is_refused(section, name, value, can_be_forced):
     job = JobConfig()
     before = get_identity(job)
     assert check_same_run(job, 3, before) == []

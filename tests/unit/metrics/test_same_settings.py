@@ -12,7 +12,7 @@ from titanlite.metrics.run_folder import check_same_settings
 
 
 def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
-    first: list[JobConfig] = []
+    first = []
 
     def broadcast(found, src):
         found[0] = {key: get_value(first[0], key) for key in found[0]}

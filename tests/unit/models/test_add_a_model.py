@@ -10,22 +10,20 @@ import pytest
 import torch
 import transformers
 
-from titanlite.config.model import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models import families
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import part_sizes
-from titanlite.models.families.family import Family
 
 DOC = Path(__file__).parents[3] / "docs" / "add_a_model.md"
 
 
 @pytest.fixture
-def documented(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, ...]:
+def documented(monkeypatch):
     found = []
     for block in re.findall(r"```python\n(.*?)```", DOC.read_text(), flags=re.S):
         assert len(block.splitlines()) < 60
-        scope: dict[str, Family] = {}
+        scope = {}
         exec(block, scope)
         found.append(scope["FAMILY"])
     known = {**families.families(), **{family.name: family for family in found}}
@@ -34,12 +32,12 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> tuple[Family, ...]:
 
 
 @pytest.fixture
-def mistral(documented: tuple[Family, ...]) -> Family:
+def mistral(documented):
     return documented[0]
 
 
-def test_the_documented_family_matches_transformers(mistral: Family) -> None:
-    config: ModelConfig = replace(
+def test_the_documented_family_matches_transformers(mistral):
+    config = replace(
         mistral.presets["7B-v0.3"],
         vocab_size=128,
         hidden_size=32,
@@ -64,7 +62,7 @@ def test_the_documented_family_matches_transformers(mistral: Family) -> None:
     assert (actual - expected).norm() <= 1e-5 * expected.norm()  # float32, different order of sums
 
 
-def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistral: Family) -> None:
+def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistral):
     config = mistral.presets["7B-v0.3"]
     assert (
         mistral.from_hf({**mistral.to_hf(config), "model_type": "mistral"}, "config.json") == config
@@ -73,7 +71,7 @@ def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistr
         mistral.from_hf({**mistral.to_hf(config), "sliding_window": 4096}, "config.json")
 
 
-def test_the_documented_layers_match_transformers(documented: tuple[Family, ...]) -> None:
+def test_the_documented_layers_match_transformers(documented):
     family = documented[1]
     config = replace(family.presets["debug"], vocab_size=128, num_layers=4)
     ours = build_decoder(config)
@@ -94,8 +92,8 @@ def test_the_documented_layers_match_transformers(documented: tuple[Family, ...]
 
 
 def test_the_documented_layers_are_read_and_other_ones_refused(
-    documented: tuple[Family, ...],
-) -> None:
+    documented,
+):
     family = documented[1]
     config = family.presets["debug"]
     hf = {**family.to_hf(config), "model_type": "qwen3_moe"}

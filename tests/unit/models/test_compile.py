@@ -4,7 +4,6 @@ computes the same.
 Layers are traced as torch.compile does it, forward and backward, and run without code generation.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,7 +18,7 @@ from titanlite.distributed.parallelize import wrap_layers
 from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.materialize import Init, Normal, materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 
 pytestmark = TORCH_COMPILE_WARNINGS
@@ -32,21 +31,21 @@ LORA = LoRASection(rank=4, alpha=8.0, dropout=0.2, base_dtype="float32")
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+def graphs(monkeypatch):
     found = Graphs()
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=found.trace))
     return found
 
 
-def job_of(checkpointing: str, *, compiled: bool) -> JobConfig:
+def job_of(checkpointing, *, compiled):
     job = JobConfig()
     job.compile.enable = compiled
     job.activation_checkpoint.mode = checkpointing
     return job
 
 
-def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(step):
     """Tokens and document ids (2, 32), packed and padded otherwise in each step."""
     generator = torch.Generator().manual_seed(step)
     documents = torch.randint(2, (2, 32), generator=generator).cumsum(1)
@@ -54,7 +53,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(97, (2, 32), generator=generator), documents
 
 
-def train(model: Decoder, steps: int) -> list[torch.Tensor]:
+def train(model, steps):
     """Losses and gradients of forwards and backwards."""
     results = []
     for step in range(steps):
@@ -71,9 +70,7 @@ def train(model: Decoder, steps: int) -> list[torch.Tensor]:
     return results
 
 
-def assert_traced_alike(
-    graphs: Graphs, build: Callable[[], Decoder], checkpointing: str = "none"
-) -> None:
+def assert_traced_alike(graphs, build, checkpointing="none"):
     plain, compiled = build(), build()
     wrap_layers(plain, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
     wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
@@ -83,7 +80,7 @@ def assert_traced_alike(
     assert graphs.made == len(kinds)
 
 
-def with_balance_losses(model: Decoder) -> Decoder:
+def with_balance_losses(model):
     for moe in model.moe_layers().values():
         moe.gate.aux_loss_coeff, moe.gate.z_loss_coeff = 0.01, 0.001
     return model
@@ -104,7 +101,7 @@ def test_families_without_and_with_checkpointing(tiny, graphs, family):
 def test_varlen_attention(tiny, graphs, checkpointing):
     """Every batch has another number of documents."""
 
-    def build() -> Decoder:
+    def build():
         model = tiny.ours(tiny.config("qwen3_moe"))
         model.model.attention_backend = "varlen"
         return model
@@ -121,7 +118,7 @@ def test_varlen_attention(tiny, graphs, checkpointing):
 
 @pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("selective", "nf4")])
 def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
-    def build() -> Decoder:
+    def build():
         model = build_decoder(tiny.config("dots1"))
         apply_lora(model, LORA, torch.float32)
         if base != "float32":
@@ -143,7 +140,7 @@ def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
 
-    def calls() -> None:
+    def calls():
         for training in (True, False):
             model.train(training)
             with torch.set_grad_enabled(training):

@@ -11,7 +11,6 @@ from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ OTHERS += ["attention_bias", "tie_word_embeddings", "use_sliding_window", "mlp_b
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "intermediate_size": 24}
 
 
-def base_of(family: str) -> dict[str, Any]:
+def base_of(family):
     """A tiny model of the family, as a folder of transformers 4 describes one."""
     preset = families()[family].presets["debug"]
     hf = families()[family].to_hf(replace(preset, **SMALL, head_dim=8, rope_scaling=None))
@@ -67,7 +66,7 @@ def base_of(family: str) -> dict[str, Any]:
     }
 
 
-def mutate(hf: dict[str, Any], family: str, draw: random.Random) -> None:
+def mutate(hf, family, draw):
     """Change, add or remove one key, or the rotary table."""
     names = sorted(set(hf) - {"model_type"})
     match draw.choice(["rope", "missing", "value", "value", "number"]):
@@ -91,9 +90,7 @@ def mutate(hf: dict[str, Any], family: str, draw: random.Random) -> None:
             hf[draw.choice(["rope_scaling", "rope_parameters"])] = table
 
 
-def logits_of(
-    hf_config: Any, values: dict[str, torch.Tensor], tokens: torch.Tensor
-) -> torch.Tensor:
+def logits_of(hf_config, values, tokens):
     hf_config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(
         hf_config, attn_implementation="eager", dtype=torch.float32
@@ -104,7 +101,7 @@ def logits_of(
         return model(tokens, use_cache=False).logits
 
 
-def hold(folder: Path, tiny: Any) -> str:
+def hold(folder, tiny):
     """ "refused", "elsewhere" for transformers' class, or "equal"; asserts otherwise."""
     try:
         config = model_config_from_hf(folder)

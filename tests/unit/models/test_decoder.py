@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from titanlite.config import ModelConfig
 from titanlite.materialize import Alias, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
@@ -64,7 +63,7 @@ def test_tie_is_one_object_and_declared():
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def pack(config: ModelConfig, lengths, padding, generator):
+def pack(config, lengths, padding, generator):
     """Tokens and labels of documents, and the packed row: tokens, labels, positions, document
     ids.
     """

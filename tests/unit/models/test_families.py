@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
-from titanlite.config import ModelConfig, RopeScaling
+from titanlite.config import RopeScaling
 from titanlite.config.model import ModelSection
 from titanlite.models.families import (
     check_model_config,
@@ -41,7 +41,7 @@ QWEN3, LLAMA, GLM, DEEPSEEK = (
 )
 
 
-def from_hf(hf: dict[str, Any]) -> ModelConfig:
+def from_hf(hf):
     return families()[hf["model_type"]].from_hf(hf, "config.json")
 
 
@@ -193,7 +193,7 @@ def test_unusual_yarn_tables_are_read_as_transformers_reads_them():
         assert found.rope_scaling.attention_scaling == pytest.approx(factor, rel=1e-12)
 
 
-def yarn(**entries: Any) -> dict[str, Any]:
+def yarn(**entries):
     return {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **entries}}
 
 
@@ -347,7 +347,7 @@ def test_files_that_cannot_be_read(tmp_path):
         assert text in str(error.value) and str(path) in str(error.value)
 
 
-def section(**changes: Any) -> ModelSection:
+def section(**changes):
     result = ModelSection(name="qwen3_moe", flavor="debug")
     for name, value in changes.items():
         if name.startswith("rope_scaling."):
@@ -357,7 +357,7 @@ def section(**changes: Any) -> ModelSection:
     return result
 
 
-def scaling(**values: Any) -> dict[str, Any]:
+def scaling(**values):
     return {f"rope_scaling.{name}": value for name, value in values.items()}
 
 

@@ -5,8 +5,6 @@ name.
 import json
 import math
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,18 +27,18 @@ _MAMBA2 = {
 }
 
 
-def resolve(folder: Path, content: str) -> TransformersConfig:
+def resolve(folder, content):
     (folder / "config.json").write_text(content)
     config = resolve_model_config(ModelSection(hf_assets_path=str(folder)))
     assert isinstance(config, TransformersConfig)
     return config
 
 
-def test_attributes_that_each_layer_has_for_itself() -> None:
+def test_attributes_that_each_layer_has_for_itself():
     """Gemma 4's layers of full attention have wider heads, and transformers names no width of the
     whole.
     """
-    sizes: dict[str, Any] = {
+    sizes = {
         "hidden_size": 64,
         "num_attention_heads": 4,
         "head_dim": 16,
@@ -66,7 +64,7 @@ def test_attributes_that_each_layer_has_for_itself() -> None:
 
 
 @pytest.mark.parametrize("form", ["Infinity", '{"__float__": "Infinity"}'])
-def test_infinities_are_read_and_kept(tmp_path: Path, form: str) -> None:
+def test_infinities_are_read_and_kept(tmp_path, form):
     content = json.dumps(_MAMBA2)[:-1] + f', "time_step_limit": [0.0, {form}]}}'
     config = resolve(tmp_path, content)
     assert load_config_and_class(config.hf, "test")[0].time_step_limit == [0.0, math.inf]
@@ -80,7 +78,7 @@ def test_infinities_are_read_and_kept(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["NaN", '{"__float__": "NaN"}'])
-def test_a_size_that_is_no_number_is_refused(tmp_path: Path, form: str) -> None:
+def test_a_size_that_is_no_number_is_refused(tmp_path, form):
     with pytest.raises(ConfigError, match="initializer_range = nan is not a finite number"):
         resolve(tmp_path, json.dumps(_MAMBA2)[:-1] + f', "initializer_range": {form}}}')
 
@@ -95,13 +93,13 @@ def test_a_size_that_is_no_number_is_refused(tmp_path: Path, form: str) -> None:
         ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ],
 )
-def test_the_class_that_architectures_names(model_type: str, name: str) -> None:
+def test_the_class_that_architectures_names(model_type, name):
     config, cls = load_config_and_class({"model_type": model_type, "architectures": [name]}, "test")
     assert cls.__name__ == name
     assert type(config) is cls.config_class  # type: ignore[attr-defined]
 
 
-def test_other_classes_are_not_taken() -> None:
+def test_other_classes_are_not_taken():
     for named in (["MusicgenForConditionalGeneration"], ["LlamaForCausalLM"], []):
         with pytest.raises(
             ConfigError, match="no class that generates text for model_type 'musicgen_decoder'"
@@ -144,6 +142,6 @@ MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_v
         ({**GEMMA, "vocab_size": 2**60, "hidden_size": 2**40}, "size"),
     ],
 )
-def test_absurd_sizes_of_transformers_classes(hf: dict[str, Any], text: str) -> None:
+def test_absurd_sizes_of_transformers_classes(hf, text):
     with pytest.raises(ConfigError, match=text):
         build_transformers(transformers_config(deepcopy(hf), "config.json"))

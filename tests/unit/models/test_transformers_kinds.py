@@ -3,7 +3,6 @@ vocabularies.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import load_config
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.build import build_transformers
-from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.probes import plain_tokens
 from titanlite.materialize import materialize
 from titanlite.models.families.config_json import transformers_config
@@ -38,7 +36,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(folder: Path, rope: str) -> TransformersModel:
+def make(folder, rope):
     name, table = ROPES[rope]
     config = ALL_MODELS[name]()
     values = {**config.to_dict(), "rope_parameters": table, "max_position_embeddings": LONGEST}
@@ -57,7 +55,7 @@ def make(folder: Path, rope: str) -> TransformersModel:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path, rope: str) -> None:
+def test_a_prompt_does_not_depend_on_its_neighbours(tmp_path, rope):
     """Each text is that of its tokens alone, in whatever order and company they come."""
     model = make(tmp_path, rope)
     new, lengths = 12, (3, 20, 7, 30, 9)
@@ -82,7 +80,7 @@ def test_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path, rope: str) -
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_padding_chooses_no_frequencies(tmp_path: Path, rope: str) -> None:
+def test_padding_chooses_no_frequencies(tmp_path, rope):
     """A short document in a long row has the logits that it has alone."""
     model = make(tmp_path, rope)
     tokens, ids = torch.full((1, 24), 5), torch.full((1, 24), -1)
@@ -95,7 +93,7 @@ def test_padding_chooses_no_frequencies(tmp_path: Path, rope: str) -> None:
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_the_limit_is_that_of_the_class(tmp_path: Path, rope: str) -> None:
+def test_the_limit_is_that_of_the_class(tmp_path, rope):
     """Shown by the position of the last token, which earlier ones do not see."""
     model = make(tmp_path, rope)
     positions = torch.arange(6).repeat(3, 1)
@@ -108,7 +106,7 @@ def test_the_limit_is_that_of_the_class(tmp_path: Path, rope: str) -> None:
     assert torch.equal(short, same) and (other - short).norm() > 1e-3 * short.norm()
 
 
-def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
+def test_training_beyond_the_original_length_is_refused(tmp_path):
     make(tmp_path / "model", "phi3 longrope")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "run.toml").write_text("")
@@ -122,7 +120,7 @@ def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
         f"--data.tokenizer_path={tmp_path}/model",
     ]
 
-    def run(*overrides: str) -> None:
+    def run(*overrides):
         check(load_config([*base, *overrides]), 1)
 
     run(f"--training.seq_len={LIMIT}")
@@ -136,7 +134,7 @@ def test_training_beyond_the_original_length_is_refused(tmp_path: Path) -> None:
     run("--training.seq_len=16", "--data.packing=false", "--training.local_batch_size=1")
 
 
-def test_tokens_of_a_probe_end_and_differ() -> None:
+def test_tokens_of_a_probe_end_and_differ():
     for vocab_size in [*range(1, 30), 49, 128, 151936, 7 * 21000]:
         config = ALL_MODELS["qwen2_5_vl"]()
         config.get_text_config().vocab_size = vocab_size

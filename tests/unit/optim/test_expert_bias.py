@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titanlite.config import JobConfig, ModelConfig
+from titanlite.config import JobConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -24,12 +24,12 @@ from titanlite.optim.expert_bias import (
 TRUE, FALSE = torch.tensor(True), torch.tensor(False)
 
 
-def one_rank(counts: torch.Tensor) -> None:
+def one_rank(counts):
     """The sum over a single rank."""
 
 
 def build(rate=0.01, family="qwen3_moe"):
-    config: ModelConfig = families()[family].presets["debug"]
+    config = families()[family].presets["debug"]
     model = build_decoder(config)
     materialize(model, "cpu")
     return (

@@ -8,7 +8,7 @@ from titanlite.optim.optimizer import FiniteGuard, NonFiniteSteps
 CPU = torch.device("cpu")
 
 
-def admit(guard: FiniteGuard, finite: str) -> list[bool]:
+def admit(guard, finite):
     """`finite`: one character per step from 1 on, '.' for finite, 'x' for not."""
     return [bool(guard.admit(step, torch.tensor(c == "."))) for step, c in enumerate(finite, 1)]
 
