@@ -10,7 +10,10 @@ from titanlite.checkpoint.hf_model import HFFormat, weights_of
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import materialize
-from titanlite.models.families import any_model_config_from_hf
+from titanlite.models.families import any_model_config_from_hf, families
+
+# What chooses each family on the command line, in its small preset.
+EVERY_FAMILY = {name: [f"--model.name={name}"] for name in families()}
 
 
 def load(folder, implementation="auto", **settings):

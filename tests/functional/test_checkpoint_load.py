@@ -11,7 +11,7 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.loading import hf_checkpoint
+from tests.loading import EVERY_FAMILY, hf_checkpoint
 from tests.saving import save_hf_model
 from titanlite.assemble import build_data, shard
 from titanlite.base.errors import PlanError
@@ -21,42 +21,20 @@ from titanlite.materialize import Init, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
 
-FAMILIES = {
-    "qwen3 tied": ["--model.name=qwen3"],
+FAMILIES = EVERY_FAMILY | {
     "qwen3 untied": ["--model.name=qwen3", "--model.overrides.tie_word_embeddings=false"],
-    "qwen3_moe": [],
-    "llama": ["--model.name=llama"],
-    "dots1": ["--model.name=dots1"],
-    "glm4_moe": ["--model.name=glm4_moe"],
-    "deepseek_v3": ["--model.name=deepseek_v3"],
-    "qwen2": ["--model.name=qwen2"],
-    "qwen3_next": ["--model.name=qwen3_next"],
-    "qwen3_5_text": ["--model.name=qwen3_5_text"],
-    "qwen3_5_moe_text": ["--model.name=qwen3_5_moe_text"],
 }
-DENSE = ("qwen2", "qwen3", "llama", "qwen3_5_text")
 UNEVEN_MOE = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 FEW_EXPERTS = ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"]
-# The ladder, one process included.
-LADDER = [
-    "1",
-    "FSDP4",
-    "HSDP2x2",
-    "TP2xFSDP2",
-    "EP4",
-    "EP2xFSDP2",
-    "TP2xEP2",
-    "TP2xEP4",
-    "DDP4",
-    "HSDP2xTP2xEP2",
-]
+# One process, and meshes that shard on each axis; without experts none has an ep axis.
+FEW_MESHES = ["1", "TP2xFSDP2", "HSDP2x2", "HSDP2xTP2xEP2"]
+EVERY_MESH = [*FEW_MESHES, "FSDP4", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4", "DDP4"]
+ON_EVERY_MESH = ("qwen3_moe", "qwen3 untied", "qwen3_next")
 
 
-def save_transformers_model(job, folder, dtype=torch.bfloat16, **options):
+def save_transformers_model(sizes, folder, dtype=torch.bfloat16, **options):
     """A transformers model with random weights of every tensor, saved by transformers itself."""
-    config = AutoConfig.for_model(
-        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
-    )
+    config = AutoConfig.for_model(sizes.family, **family_of(sizes).to_hf(sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -78,26 +56,24 @@ def load(job, folder, dtype=torch.float32):
     return model, materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
 
 
-def _meshes_of(family, meshes):
-    all_meshes = {"1": Degrees(), **meshes}
-    is_moe = not {f"--model.name={name}" for name in DENSE} & {*family}
-    return {name: all_meshes[name] for name in LADDER if is_moe or all_meshes[name].ep == 1}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, tmp_path, family):
+def test_round_trip_is_bit_identical_on_meshes(run_ranks, checked, meshes, tmp_path, family):
     """transformers -> titanlite on the mesh -> step-N -> transformers, without a missing or
     unexpected key.
     """
     overrides = FAMILIES[family]
     source = tmp_path / "transformers"
-    theirs = save_transformers_model(checked(Degrees(), *overrides), source, max_shard_size="50KB")
+    config = checked(Degrees(), *overrides).model_config
+    theirs = save_transformers_model(config, source, max_shard_size="50KB")
     expected = theirs.state_dict()
     # From 5.24 on transformers keeps the routers of some families in float32.
     kept = any(param.dtype == torch.float32 for param in theirs.parameters())
     dtype = torch.float32 if kept else torch.bfloat16
+    degrees = {"1": Degrees(), **meshes}
     one, *others = jobs = {
-        name: checked(of, *overrides) for name, of in _meshes_of(overrides, meshes).items()
+        name: checked(degrees[name], *overrides)
+        for name in (EVERY_MESH if family in ON_EVERY_MESH else FEW_MESHES)
+        if config.num_experts or degrees[name].ep == 1
     }
 
     def rank_main(names):
@@ -110,10 +86,9 @@ def test_round_trip_is_bit_identical_on_every_mesh(run_ranks, checked, meshes, t
             )
         return drawn
 
-    # The one thing that a checkpoint of Qwen's experts may lack is the bias that its architecture
-    # does not have.
-    without_bias = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
-    allowed = jobs[one].model_config.num_layers if family in without_bias else 0
+    # The one thing that a checkpoint may lack is a bias of experts without a place in its format.
+    has_place = family_of(config).expert_bias_key or not config.num_experts
+    allowed = 0 if has_place else config.num_layers
     for names, world_size in (([one], 1), (others, 4)):
         for drawn in run_ranks(world_size, rank_main, names):
             assert drawn == dict.fromkeys(names, allowed), (
@@ -155,7 +130,9 @@ def test_uneven_shards_and_casts(
     run_ranks, checked, meshes, gather_full, tmp_path, overrides, mesh
 ):
     dtypes = [torch.float32, torch.bfloat16]
-    theirs = save_transformers_model(checked(Degrees(), *overrides), tmp_path / "hf").state_dict()
+    theirs = save_transformers_model(
+        checked(Degrees(), *overrides).model_config, tmp_path / "hf"
+    ).state_dict()
     job = checked(meshes[mesh], *overrides)
 
     def rank_main():
@@ -176,7 +153,7 @@ def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path
     shared.
     """
     four_layers = "--model.overrides.num_layers=4"
-    save_transformers_model(checked(Degrees(), four_layers), tmp_path / "hf")
+    save_transformers_model(checked(Degrees(), four_layers).model_config, tmp_path / "hf")
     size = (tmp_path / "hf/model.safetensors").stat().st_size
     job = checked(meshes[mesh], four_layers)
 
@@ -232,7 +209,7 @@ def test_no_rank_ever_holds_more_than_its_shards(
         wide / ("experts" if overrides == WIDE else "tied"),
     )
     if not folder.exists():
-        save_transformers_model(job, folder)
+        save_transformers_model(job.model_config, folder)
     whole = (folder / "model.safetensors").stat().st_size // 2 * dtype.itemsize  # of bfloat16
 
     def rank_main():
@@ -275,7 +252,7 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     """Shards cut blocks of 16 x 16 in the middle: widths of 66 and 40."""
     overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
     job = checked(meshes[mesh], f"--model.name={family}", *overrides)
-    save_transformers_model(job, tmp_path / "hf")
+    save_transformers_model(job.model_config, tmp_path / "hf")
     expected = write_fp8(tmp_path / "hf", (16, 16))
 
     def rank_main():
@@ -307,7 +284,7 @@ def _refusal(run_ranks, job, folder, error):
 
 def test_what_does_not_fit_is_listed_at_once_on_all_ranks(run_ranks, checked, meshes, tmp_path):
     job = checked(meshes["TP2xEP2"])
-    save_transformers_model(job, tmp_path / "hf")
+    save_transformers_model(job.model_config, tmp_path / "hf")
     tensors = load_file(tmp_path / "hf/model.safetensors")
     del tensors["model.layers.0.mlp.experts.3.up_proj.weight"], tensors["model.norm.weight"]
     tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 5)
@@ -333,7 +310,7 @@ def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
     the tokenizer.
     """
     job = checked(Degrees())
-    save_transformers_model(job, tmp_path / "hf")
+    save_transformers_model(job.model_config, tmp_path / "hf")
     config = json.loads((tmp_path / "hf/config.json").read_text()) | {
         "bos_token_id": 7,
         "max_window_layers": 28,
@@ -367,8 +344,8 @@ def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
 
 
 def test_a_tied_model_is_loaded_from_either_name(run_ranks, checked, meshes, gather_full, tmp_path):
-    job = checked(meshes["FSDP4"], *FAMILIES["qwen3 tied"])
-    save_transformers_model(job, tmp_path / "hf")
+    job = checked(meshes["FSDP4"], *FAMILIES["qwen3"])
+    save_transformers_model(job.model_config, tmp_path / "hf")
     tensors = load_file(tmp_path / "hf/model.safetensors")
     expected = tensors["model.embed_tokens.weight"]
     for name, change in {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.loading import hf_checkpoint
+from tests.loading import EVERY_FAMILY, hf_checkpoint
 from titanlite.assemble import shard
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -20,14 +20,7 @@ from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
 from titanlite.preflight import check
 
-FAMILIES = {
-    "qwen3_moe": [],
-    "qwen3 tied": ["--model.name=qwen3"],
-    "llama": ["--model.name=llama"],
-    "dots1": ["--model.name=dots1"],
-    "glm4_moe": ["--model.name=glm4_moe"],
-    "deepseek_v3": ["--model.name=deepseek_v3"],
-    "qwen3_next": ["--model.name=qwen3_next"],
+FAMILIES = EVERY_FAMILY | {
     # The prompts are as long as its pretraining was, and their continuations longer.
     "yarn": [
         "--model.name=qwen2",
@@ -36,9 +29,9 @@ FAMILIES = {
         "--model.overrides.rope_scaling.original_max_position_embeddings=10",
     ],
 }
-# One process and TP2xFSDP2 have all families; each but one is on another mesh, too.
+# One process and TP2xFSDP2 have all families.
 ON_MESH = {
-    "FSDP4": {"qwen3_moe", "qwen3 tied", "glm4_moe"},
+    "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
     "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next"},
