@@ -76,6 +76,7 @@ class TrainStep:
         self.measures_backwards = False
         # trained parameters without a gradient; known after the first step
         self.unreached: list[str] | None = None
+        self.first: StepResult | None = None  # of the first step here
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
@@ -138,7 +139,7 @@ class TrainStep:
 
         tokens = sum(batch.tokens.numel() for batch in micro_batches) * self.dims.degrees.dp
         means = sums / units
-        return StepResult(
+        result = StepResult(
             loss=means[0],
             aux_loss=sums[1] / num_tokens,
             grad_norm=grad_norm,
@@ -150,6 +151,8 @@ class TrainStep:
             units=units_of,
             squares=squares,
         )
+        self.first = self.first or result
+        return result
 
     def begin(self, step: int) -> None:
         """Set the random generators and all values that follow the step, for optimizer step `step`

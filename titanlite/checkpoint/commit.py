@@ -14,7 +14,7 @@ import secrets
 import shutil
 import traceback
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from titanlite.base.errors import CheckpointError, TitanliteError, TransientErro
 from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import OWN_FOLDER, read_json, shown
-from titanlite.checkpoint.writer import FileLayout, checksum, create_files, write_items
+from titanlite.checkpoint.pieces import SIDECAR_FILE
+from titanlite.checkpoint.writer import FileLayout, Item, checksum, create_files, write_items
+from titanlite.materialize.digest import add_up
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
 BEST = "best"  # link next to the checkpoints, to the best of them
@@ -34,6 +36,8 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 # Hidden folders of checkpoints that are being written, replaced or removed, with a random part.
 _HIDDEN = re.compile(r"\.(step-\d+)\.[^.]+\.(tmp|old|gone)")
 _CHUNK = 8 << 20
+# Makes files of the items of the model and the digest of each, by its key.
+Certify = Callable[[Sequence[Item], Mapping[str, int]], Mapping[str, bytes]]
 
 
 def commit_folder(
@@ -41,16 +45,18 @@ def commit_folder(
     files: Sequence[FileLayout],
     rest: Mapping[str, bytes],
     group: dist.ProcessGroup | None = None,
+    certify: Certify | None = None,
 ) -> None:
     """Write a checkpoint and make it visible as `folder`, which it replaces.
 
     All ranks write their parts of `files`, laid out alike on all. Rank 0 also writes `rest`,
-    content by file name.
+    content by file name, and what `certify` returns: it is called with the items of the model, and
+    the digest of each of them, by its key.
 
     Raises CheckpointError: a rank could not write; on all ranks of `group`. An older `folder` is
     untouched.
 
-    Collectives: four small ones over `group`; every rank must call, and all must see the same file
+    Collectives: five small ones over `group`; every rank must call, and all must see the same file
     system.
     """
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
@@ -61,17 +67,27 @@ def commit_folder(
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
         share: dict[str, tuple[int, int]] = {}
+        digests = {item.key: 0 for item in _certified(files)} if certify else {}
         with together(group), saving(folder):
-            share = write_items(temporary, files, f"writing {folder}")
+            share = write_items(temporary, files, f"writing {folder}", digests)
         shares = gather_objects(share, group)
+        digests = dict(zip(digests, add_up(digests.values(), group), strict=True))
         with together(group), saving(folder):
             if on_first:
+                if certify is not None:
+                    rest = {**rest, **certify(_certified(files), digests)}
                 _complete(temporary, files, rest, shares)
                 _appear(temporary, folder)
     except CheckpointError:
         if on_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _certified(files: Sequence[FileLayout]) -> list[Item]:
+    """Return the items that are the model's, not the training state's."""
+    models = (f for f in files if "/" not in f.name or f.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
+    return [item for file in models for item, _ in file.items]
 
 
 def _complete(

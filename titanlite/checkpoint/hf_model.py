@@ -358,7 +358,7 @@ class NativeFormat:
         ):
             stored = entry.saved_dtype(dtype)
             shape = entry.info.shape
-            shard = (local_of(entry.tensor), entry.region, share.mine)
+            shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
             if is_sidecar(entry.fqn, family):
                 if entry.fqn in used:
                     sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))

@@ -63,6 +63,7 @@ class Checkpointer:
         self._copies: dict[Any, torch.Tensor] = {}
         self._description: dict[str, bytes] = {}
         self._carried: Any = None
+        self._certify: Callable[[int], commit.Certify] | None = None
         self.carried_bytes = 0
         self._saved_step = -1 if start is None else start.progress.step
 
@@ -129,6 +130,12 @@ class Checkpointer:
                 lambda: self._description.update(carried.describe(self._description)), self.group
             )
 
+    def certify(self, certify: Callable[[int], commit.Certify]) -> None:
+        """Make every checkpoint hold the files that `certify(step)` makes of it, too:
+        `features/verify`.
+        """
+        self._certify = certify
+
     def save(
         self,
         model: Model,
@@ -179,7 +186,8 @@ class Checkpointer:
         rest: Mapping[str, bytes],
         progress: Progress,
     ) -> None:
-        commit.commit_folder(folder, files, rest, self.group)
+        certify = self._certify and self._certify(progress.step)
+        commit.commit_folder(folder, files, rest, self.group, certify)
         if self._carried is not None:
             self._carried.follow(folder, files)
         record_event("save", f"checkpoint {folder.name}", progress.step)

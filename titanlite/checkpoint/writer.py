@@ -21,6 +21,7 @@ from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of
 from titanlite.checkpoint.reader import DIRECT_BYTES, JOB_BYTES, io_threads, run_jobs, timed
 from titanlite.materialize import Region
+from titanlite.materialize.digest import bytes_in, digest
 
 FILE_BYTES = 4 * 1024**3
 _ADLER_BASE = 65521
@@ -47,12 +48,21 @@ class Item:
     local_region: Region
     mine: bool  # this rank writes it, of all that hold this shard
     read: Callable[[Region], torch.Tensor] | None = None
+    name: str = ""  # of the run-time tensor, if it is one of the model's
 
     @classmethod
     def of(
-        cls, piece: Piece, dtype: torch.dtype, local: torch.Tensor, local_region: Region, mine: bool
+        cls,
+        piece: Piece,
+        dtype: torch.dtype,
+        local: torch.Tensor,
+        local_region: Region,
+        mine: bool,
+        name: str = "",
     ) -> "Item":
-        return cls(piece.key, dtype, piece.region, piece.shape, local, local_region, mine)
+        return cls(
+            piece.key, dtype, piece.region, piece.shape, local, local_region, mine, name=name
+        )
 
     @property
     def nbytes(self) -> int:
@@ -114,13 +124,16 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
             handle.truncate(file.nbytes)
 
 
-def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[str, _Sums]:
+def write_items(
+    folder: Path, files: Sequence[FileLayout], text: str, digests: dict[str, int] | None = None
+) -> dict[str, _Sums]:
     """Write this rank's items in place and flush them to the disk; return its share of each file's
     `checksum`.
 
-    `text` begins the log line.
+    `text` begins the log line. To `digests`, by key, the summands of those items are added.
     """
     shares: dict[str, _Sums] = {}
+    digests = {} if digests is None else digests
     mine = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
     threads = io_threads()
     first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
@@ -135,8 +148,15 @@ def write_items(folder: Path, files: Sequence[FileLayout], text: str) -> dict[st
             # machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
-                jobs = (partial(_write, descriptor, file.nbytes, *part) for part in parts)
-                shares[file.name] = _add(run_jobs(jobs, threads))
+                jobs = (
+                    partial(_write, descriptor, file.nbytes, *part, part[0].key in digests)
+                    for part in parts
+                )
+                done = run_jobs(jobs, threads)
+                shares[file.name] = _add(sums for sums, _ in done)
+                for (item, _, _), (_, summand) in zip(parts, done, strict=True):
+                    if item.key in digests:
+                        digests[item.key] += summand
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -154,25 +174,30 @@ def _boxes(item: Item) -> Iterator[Region]:
 
 
 @torch.no_grad()
-def _write(descriptor: int, file_bytes: int, item: Item, base: int, box: Region) -> _Sums:
-    """Write one part of an item; return its share of the file's checksum."""
+def _write(
+    descriptor: int, file_bytes: int, item: Item, base: int, box: Region, has_digest: bool
+) -> tuple[_Sums, int]:
+    """Write one part of an item; return its share of the file's checksum and of its digest."""
     if item.read is not None:
         values = item.read(box)
     else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    memory = bytes_of(values.contiguous().view(-1))
+    memory = bytes_in(values.contiguous())
     size = item.dtype.itemsize
     sums = [(0, 0)]
+    summand = 0
     for first, length in box.within(item.region).runs(item.region.lengths):
         nbytes = length * size
-        view = memory[:nbytes]
+        if has_digest:
+            summand += digest(memory[:nbytes], first * size)
+        view = bytes_of(memory[:nbytes])
         memory = memory[nbytes:]
         end = base + first * size + nbytes
         sums.append(_sums(view, file_bytes - end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
-    return _add(sums)
+    return _add(sums), summand
 
 
 def checksum(file: FileLayout, shares: Iterable[Mapping[str, _Sums]]) -> str:

@@ -17,6 +17,7 @@ from titanlite.base.agree import gather_objects, merge_problems, together
 from titanlite.base.errors import PlanError, VerifyError, raise_problems
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import list_names
+from titanlite.materialize.digest import bytes_in, digest
 from titanlite.materialize.layout import (
     Region,
     encoding_of,
@@ -44,7 +45,7 @@ _DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
 _HOST_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 22
 
-_Digests = dict[tuple[str, Region], tuple[int, ...]]  # of shards that other ranks hold too
+_Digests = dict[tuple[str, Region], int]  # of shards that other ranks hold too
 
 
 @torch.no_grad()
@@ -252,7 +253,7 @@ def verify(plan: Plan) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         sharing = group_size(plan.group)
         digests: _Digests = {
-            (entry.fqn, entry.region): tuple(bit_digest(local_of(entry.tensor)).tolist())
+            (entry.fqn, entry.region): bit_digest(local_of(entry.tensor))
             for entry in plan.entries
             if not entry.tensor.is_meta and num_replicas(entry.tensor, sharing) > 1
         }
@@ -351,32 +352,16 @@ def _chunk_of(local: torch.Tensor) -> int:
     return _HOST_CHUNK if local.device.type == "cpu" else _DEVICE_CHUNK
 
 
-def bit_digest(local: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of `local`, plain and weighted by position, modulo 2**64: int64 (2,), on its
-    device.
-
-    Comparable on the same type of device.
-    """
-    values = plain_of(local.detach()).contiguous().flatten()
-    # complex128 has no integer of its size
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(
-        values.dtype.itemsize, torch.int64
-    )
-    bits = values.view(integer)
-    sums = torch.zeros(2, dtype=torch.int64, device=local.device)
-    length = _chunk_of(local)
-    for start in range(0, bits.numel(), length):  # int64 copies of a chunk, not of the tensor
-        chunk = bits[start : start + length].to(torch.int64)
-        position = torch.arange(1, chunk.numel() + 1, device=chunk.device)
-        sums += torch.stack([chunk.sum(), (chunk * position).sum() * (2 * start + 1)])
-    return sums
+def bit_digest(local: torch.Tensor) -> int:
+    """Return the digest of the bits of a shard of any form."""
+    return digest(bytes_in(plain_of(local.detach()).contiguous()))
 
 
 def _differing(gathered: list[_Digests]) -> list[str]:
-    holders: dict[tuple[str, Region], dict[tuple[int, ...], list[int]]] = {}
+    holders: dict[tuple[str, Region], dict[int, list[int]]] = {}
     for rank, digests in enumerate(gathered):
-        for place, digest in digests.items():
-            holders.setdefault(place, {}).setdefault(digest, []).append(rank)
+        for place, value in digests.items():
+            holders.setdefault(place, {}).setdefault(value, []).append(rank)
     return [
         f"{fqn}: replicas differ, between ranks "
         f"{' and '.join(map(list_names, by_digest.values()))}."

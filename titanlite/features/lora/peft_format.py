@@ -357,6 +357,7 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
             Item(
                 *(place.key, entry.dtype, place.stored_region(whole), place.shape, local),
                 *(place.stored_region(entry.region), share.mine),
+                name=entry.fqn,
             )
         )
     # One file whatever its size: peft does not know another.

@@ -30,6 +30,7 @@ from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
+    Piece,
     explain_unexpected,
     find_passengers,
     whole,
@@ -390,7 +391,8 @@ def transformers_items(
                 form.entry.region,
                 mine[names[form.entry.fqn]],
             )
-            items.append(Item(form.key, stored, form.region, form.shape, local, held, writes))
+            piece = Piece(form.key, form.shape, form.region)
+            items.append(Item.of(piece, stored, local, held, writes, form.entry.fqn))
             continue
         if form.group.first != current:
             current = form.group.first
@@ -400,7 +402,7 @@ def transformers_items(
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
-        items.append(Item(form.key, stored, piece.region, form.shape, local, piece.region, writes))
+        items.append(Item.of(piece, stored, local, piece.region, writes, form.entry.fqn))
     return items
 
 
@@ -461,17 +463,7 @@ class TransformersFormat:
             if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
                 piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
                 local = local_of(entry.tensor)
-                masters.append(
-                    Item(
-                        piece.key,
-                        entry.dtype,
-                        piece.region,
-                        piece.shape,
-                        local,
-                        entry.region,
-                        mine[name],
-                    )
-                )
+                masters.append(Item.of(piece, entry.dtype, local, entry.region, mine[name]))
         return [
             *lay_out(transformers_items(entries, mine, self._model, dtype), "model"),
             *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),

@@ -1,0 +1,82 @@
+"""Digests see every change of a tensor, and are sums over any partition of it."""
+
+import random
+
+import pytest
+import torch
+
+from titanlite.materialize.digest import _ROWS, MODULUS, bytes_in, digest
+from titanlite.materialize.layout import Region
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8)
+
+
+def values_of(dtype, *shape):
+    generator = torch.Generator().manual_seed(3)
+    if dtype == torch.uint8:
+        return torch.randint(256, shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def of(values):
+    return digest(bytes_in(values.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(7, 5), (300, 131), (3, 4, 65), (40_003,)])
+def test_parts_add_up_to_the_whole(dtype, shape):
+    values = values_of(dtype, *shape)
+    choose = random.Random(5)
+    for _ in range(4):
+        regions = [Region((0,) * len(shape), shape)]
+        for _ in range(6):  # cut one of the parts in two, along any dim
+            part = regions.pop(choose.randrange(len(regions)))
+            dim = choose.randrange(len(shape))
+            cut = choose.randrange(part.lengths[dim] + 1)
+            for start, length in ((0, cut), (cut, part.lengths[dim] - cut)):
+                starts, lengths = list(part.starts), list(part.lengths)
+                starts[dim] += start
+                lengths[dim] = length
+                regions.append(Region(tuple(starts), tuple(lengths)))
+        total = 0
+        for region in regions:
+            memory = bytes_in(values[region.slices].contiguous())
+            for first, count in region.runs(shape) if region.numel else ():
+                size = count * dtype.itemsize
+                total += digest(memory[:size], first * dtype.itemsize)
+                memory = memory[size:]
+        assert total % MODULUS == of(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 2, 3, 64])
+def test_every_exchange_of_rows_is_seen(dtype, width):
+    values = values_of(dtype, 3000, width)
+    before = of(values)
+    for seed in range(300):
+        order = torch.arange(3000)
+        a, b = random.Random(seed).sample(range(3000), 2)
+        order[[a, b]] = order[[b, a]]
+        changed = values[order]
+        assert torch.equal(changed, values) or of(changed) != before
+    assert of(values.flip(0)) != before != of(values.roll(1, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_lost_bit_is_seen(dtype):
+    values = values_of(dtype, 70_000)
+    before = of(values)
+    for seed in range(200):
+        changed = values.clone()
+        memory = bytes_in(changed)
+        memory[random.Random(seed).randrange(len(memory))] ^= 1 << seed % 8
+        assert of(changed) != before
+
+
+def test_zeros_have_the_digest_of_nothing_and_sums_do_not_depend_on_the_number_of_rows(monkeypatch):
+    assert of(torch.zeros(1000)) == of(torch.empty(0)) == 0
+    values = values_of(torch.float32, 100_000)
+    assert _ROWS > 1
+    expected = of(values)
+    monkeypatch.setattr("titanlite.materialize.digest._most_rows", lambda device: 3)
+    assert of(values) == expected
