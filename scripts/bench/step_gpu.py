@@ -6,7 +6,7 @@ expect of it.
 
 Each operator of a step is timed between two events, behind a sleep in which the host gets ahead:
 the device's time alone. The first table has the parts of the step, the second the rates of
-`features.estimate.estimate.RATES`: what the calls of each reached, as a share of the data sheet's
+`features.choice.hardware.RATES`: what the calls of each reached, as a share of the data sheet's
 peak. Full width, one document per row, attention by `varlen`, titanlite's kernels. An operator with
 several products has one time, which is shared out as expected. The third table has the operators
 that take longest, with the bytes that they read and write, counted once, over their time.
@@ -46,7 +46,8 @@ from train_gpu import BenchTrainer, Variant, make_batches, measure_steps, plan_j
 from titanlite.config import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.features.estimate.estimate import RATES, Hardware, get_hardware, kernel_s, step_time
+from titanlite.features.choice.hardware import RATES, Hardware, get_hardware
+from titanlite.features.estimate.estimate import kernel_s, step_time
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import trace_step

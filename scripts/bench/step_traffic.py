@@ -14,8 +14,7 @@ import argparse
 import sys
 
 from titanlite.base.errors import TitanliteError
-from titanlite.features.estimate.cli import read_request
-from titanlite.features.estimate.estimate import (
+from titanlite.features.choice.hardware import (
     COLLECTIVE_S,
     KERNEL_S,
     LAUNCH_S,
@@ -23,9 +22,9 @@ from titanlite.features.estimate.estimate import (
     RATES,
     SYNC_S,
     Hardware,
-    merge_stages,
-    plan_stages,
 )
+from titanlite.features.estimate.cli import read_request
+from titanlite.features.estimate.estimate import merge_stages, plan_stages
 from titanlite.features.estimate.render import render_parts
 
 

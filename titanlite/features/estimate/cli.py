@@ -17,15 +17,9 @@ from titanlite.base.log import logger
 from titanlite.base.text import Parser
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
+from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
-from titanlite.features.estimate.estimate import (
-    DEFAULT_GPU,
-    GPUS,
-    Hardware,
-    get_hardware,
-    merge_stages,
-    plan_stages,
-)
+from titanlite.features.estimate.estimate import merge_stages, plan_stages
 from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
 from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check

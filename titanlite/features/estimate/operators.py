@@ -41,7 +41,7 @@ class Work:
 class Call(NamedTuple):
     """All that the time of one call depends on."""
 
-    rate: str  # key of `estimate.RATES`
+    rate: str  # key of `hardware.RATES`
     # Of a product, which takes as long as the slower of the two; the time of other calls follows
     # from all their bytes.
     flops: int = 0

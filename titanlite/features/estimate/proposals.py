@@ -13,7 +13,8 @@ from operator import attrgetter
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
-from titanlite.features.estimate.estimate import Estimate, Hardware
+from titanlite.features.choice.hardware import Hardware
+from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
 
 MODES = ("none", "selective", "full")

@@ -4,7 +4,8 @@ import pytest
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
-from titanlite.features.estimate.estimate import axis_ranks, get_hardware
+from titanlite.features.choice.hardware import get_hardware
+from titanlite.features.estimate.estimate import axis_ranks
 
 H100 = get_hardware("h100-80gb")
 

@@ -10,8 +10,9 @@ import pytest
 
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
+from titanlite.features.choice.hardware import get_hardware
 from titanlite.features.estimate import estimate, tracker
-from titanlite.features.estimate.estimate import get_hardware, step_time
+from titanlite.features.estimate.estimate import step_time
 from titanlite.features.estimate.operators import Call, Work
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import Kind

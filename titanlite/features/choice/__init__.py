@@ -1,0 +1,1 @@
+"""Settings that a run leaves open, chosen for its GPUs."""
