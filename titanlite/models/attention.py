@@ -8,14 +8,14 @@ Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width
 head, V width of a value head, R rotated part of a head, C latent width.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from titanlite.config.model import ModelConfig
 from titanlite.models.interface import Context, Core, LayerCache, Part
 from titanlite.models.layers import Linear, Recomputable, RMSNorm
-from titanlite.ops import apply_rope
+from titanlite.ops import apply_rope, local_tensor, rotate_heads
 from titanlite.ops.attention import AttentionMask, attention
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -100,13 +100,20 @@ class Attention(SelfAttention):
             q_BSHK, gate_BSHK = q_BSHK.unflatten(2, (-1, 2)).unbind(3)
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        q_BSHK, k_BSGK = (apply_rope(x, *context.cos_sin) for x in (q_BSHK, k_BSGK))
+        q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, context.cos_sin, *self._norms())
         out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, context.mask, cache)
         if gate_BSHK is not None:
             out_BSHK = out_BSHK * gate_BSHK.sigmoid()
         return out_BSHK.flatten(2)
+
+    def _norms(self) -> tuple[Any, ...]:
+        """Return the weights of the norms of queries and keys, their epsilon and offset, or
+        nothing.
+        """
+        if self.q_norm is None or self.k_norm is None:
+            return ()
+        weights = local_tensor(self.q_norm.weight), local_tensor(self.k_norm.weight)
+        return weights, self.q_norm.eps, self.q_norm.offset
 
 
 class LatentAttention(SelfAttention):

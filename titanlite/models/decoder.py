@@ -21,7 +21,7 @@ from titanlite.materialize.sources import Alias, Source
 from titanlite.models.families import layers_of
 from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Cache, Context, LayerCache, Model, Part
-from titanlite.models.layers import Embedding, OutputHead, RMSNorm, RotaryEmbedding
+from titanlite.models.layers import Embedding, OutputHead, ResidualNorm, RMSNorm, RotaryEmbedding
 from titanlite.models.moe import ExpertCounter, Experts, MoE, TokenDispatcher
 from titanlite.ops.attention import AttentionBackend, build_attention_mask
 from titanlite.ops.matmul import resolve_backend
@@ -44,7 +44,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.blocks = layer
         for block in layer:
-            norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+            norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
             setattr(self, block.norm, norm)
             setattr(self, block.name, block.part.build(config))
 
@@ -52,14 +52,14 @@ class DecoderLayer(nn.Module):
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the hidden states and the sum of the parts' balance losses, or None."""
-        aux_loss = None
+        aux_loss = out_BSD = None
         for block in self.blocks:
-            out = getattr(self, block.name)(getattr(self, block.norm)(x_BSD), context, cache)
+            x_BSD, normed_BSD = getattr(self, block.norm)(x_BSD, out_BSD)
+            out = getattr(self, block.name)(normed_BSD, context, cache)
             out_BSD, aux = out if isinstance(out, tuple) else (out, None)
             if aux is not None:
                 aux_loss = aux if aux_loss is None else aux_loss + aux
-            x_BSD = x_BSD + out_BSD
-        return x_BSD, aux_loss
+        return x_BSD + out_BSD, aux_loss
 
 
 class Backbone(nn.Module):

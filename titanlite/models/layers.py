@@ -19,12 +19,13 @@ from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Compute, Constant, Init, Normal, Source, Zeros
 from titanlite.models.interface import Part
 from titanlite.ops import (
+    add_rms_norm,
     inverse_frequencies,
     linear_cross_entropy,
     local_tensor,
     rms_norm,
     rope_cos_sin,
-    swiglu,
+    swiglu_apart,
 )
 
 
@@ -108,12 +109,17 @@ class RMSNorm(nn.Module):
         return {"weight": Init(Constant(value=1.0 - self.offset))}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = local_tensor(self.weight)
-        if not self.offset:
-            return rms_norm(x, weight, self.eps)
-        # bfloat16 has nothing between 1 and 1.008
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return rms_norm(x.to(wide), weight.to(wide) + self.offset, self.eps).to(x.dtype)
+        return rms_norm(x, local_tensor(self.weight), self.eps, self.offset)
+
+
+class ResidualNorm(RMSNorm):
+    """RMSNorm of a sum: of the hidden states and what the block before adds to them."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: torch.Tensor, update: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum, which is x without an update, and its norm."""
+        return add_rms_norm(x, update, local_tensor(self.weight), self.eps, self.offset)
 
 
 class RotaryEmbedding(nn.Module):
@@ -194,7 +200,7 @@ class FeedForward(Recomputable, Part):
         return self.run(self.compute, x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)))
+        return self.down_proj(swiglu_apart(self.gate_proj(x), self.up_proj(x)))
 
 
 class OutputHead(Linear):

@@ -6,11 +6,14 @@ A function that needs a collective (vocabulary-parallel cross entropy) takes it 
 
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy
 from titanlite.ops.elementwise import (
+    add_rms_norm,
     apply_rope,
     inverse_frequencies,
     rms_norm,
     rope_cos_sin,
+    rotate_heads,
     swiglu,
+    swiglu_apart,
 )
 from titanlite.ops.kernels import local_tensor
 from titanlite.ops.matmul import grouped_gemm

@@ -1,6 +1,10 @@
 """RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary positions (arXiv:2104.09864) in
 two halves.
 
+Where `takes_kernels` says so, a norm with the addition before it, with the gate after it, or with
+the rotation after it is one kernel each way (`elementwise_triton.py`), and so is SwiGLU of two
+tensors. Elsewhere they are composed.
+
 Shapes: D width, R rows of SwiGLU, I its inner width; B batch, S sequence, H heads, K head width, R
 <= K rotated part.
 """
@@ -12,13 +16,162 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.kernels import define_operator
+from titanlite.ops.matmul import resolve_backend
+
 if TYPE_CHECKING:  # operators need nothing but torch and triton
     from titanlite.config.model import RopeScaling
 
 
-def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `x / sqrt(mean(x ** 2) + eps) * weight` over the last dim, in the dtype of x."""
-    return F.rms_norm(x, (x.shape[-1],), weight_D, eps)
+_KERNELS = "titanlite.ops.elementwise_triton"
+
+
+def _like(*places: int) -> Any:
+    """Return a fake kernel whose results are like the operands at `places`, contiguous."""
+
+    def fake(*operands: Any) -> Any:
+        made = tuple(operands[i].new_empty(operands[i].shape) for i in places)
+        return made if len(made) > 1 else made[0]
+
+    return fake
+
+
+def _like_sum(x: Any, update: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape)
+
+
+_add_norm = define_operator(
+    "add_norm(Tensor x, Tensor? update, Tensor weight, float eps, float offset)"
+    " -> (Tensor, Tensor)",
+    _KERNELS,
+    _like_sum,
+)
+_add_norm_backward = define_operator(
+    "add_norm_backward(Tensor? dtotal, Tensor dy, Tensor total, Tensor weight, float eps,"
+    " float offset) -> (Tensor, Tensor)",
+    _KERNELS,
+    _like(1, 3),
+)
+_gated_norm = define_operator(
+    "gated_norm(Tensor x, Tensor z, Tensor weight, float eps) -> Tensor", _KERNELS, _like(0)
+)
+_gated_norm_backward = define_operator(
+    "gated_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor weight, float eps)"
+    " -> (Tensor, Tensor, Tensor)",
+    _KERNELS,
+    _like(1, 2, 3),
+)
+_rotate_heads = define_operator(
+    "rotate_heads(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin,"
+    " float eps, float offset) -> (Tensor, Tensor)",
+    _KERNELS,
+    _like(0, 1),
+)
+_rotate_heads_backward = define_operator(
+    "rotate_heads_backward(Tensor dq, Tensor dk, Tensor q, Tensor k, Tensor q_weight,"
+    " Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _KERNELS,
+    _like(2, 3, 4, 5),
+)
+_swiglu_apart = define_operator(
+    "swiglu_apart(Tensor gate, Tensor up) -> Tensor", _KERNELS, _like(0)
+)
+_swiglu_apart_backward = define_operator(
+    "swiglu_apart_backward(Tensor dh, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    _KERNELS,
+    _like(1, 2),
+)
+
+
+def takes_kernels(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Return True if titanlite's kernels serve `x` and `others`, all of one dtype. Compiled code
+    fuses these operations by itself.
+    """
+    if torch.compiler.is_compiling() or any(t is not None and t.dtype != x.dtype for t in others):
+        return False
+    return resolve_backend("auto", x.device, x.dtype) == "triton"
+
+
+def rms_norm(
+    x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float = 0.0
+) -> torch.Tensor:
+    """Return `x / sqrt(mean(x ** 2) + eps) * (offset + weight)` over the last dim, in the dtype of
+    x.
+    """
+    if not offset:
+        return F.rms_norm(x, (x.shape[-1],), weight_D, eps)
+    # bfloat16 has nothing between 1 and 1.008
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return rms_norm(x.to(wide), weight_D.to(wide) + offset, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x + update`, or x without an update, and its `rms_norm`."""
+    if takes_kernels(x, update, weight_D):
+        return _AddNorm.apply(x, update, weight_D, eps, offset)
+    total = x if update is None else x + update
+    return total, rms_norm(total, weight_D, eps, offset)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, update: Any, weight_D: Any, eps: float, offset: float) -> Any:
+        x, update = x.contiguous(), None if update is None else update.contiguous()
+        total, y = _add_norm(x, update, weight_D, eps, offset)
+        total = x.view_as(x) if update is None else total
+        ctx.save_for_backward(total, weight_D)
+        ctx.eps, ctx.offset, ctx.adds = eps, offset, update is not None
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None):
+        dweight = None
+        if dy is not None:
+            dtotal = None if dtotal is None else dtotal.contiguous()
+            operands = (*ctx.saved_tensors, ctx.eps, ctx.offset)
+            dtotal, dweight = _add_norm_backward(dtotal, dy.contiguous(), *operands)
+        return dtotal, dtotal if ctx.adds else None, dweight, None, None
+
+
+def gated_rms_norm(
+    x_BSHRV: torch.Tensor, z_BSHRV: torch.Tensor, weight_V: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return `rms_norm(x) * silu(z)`, in the dtype of x."""
+    if takes_kernels(x_BSHRV, z_BSHRV, weight_V):
+        return _GatedNorm.apply(x_BSHRV.contiguous(), _with_rows(z_BSHRV), weight_V, eps)
+    normed_BSHRV = rms_norm(x_BSHRV, weight_V, eps)
+    wide = torch.promote_types(x_BSHRV.dtype, torch.float32)
+    return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSHRV.dtype)
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return x (B, S, heads, ...), copied if its tokens have no common stride, or heads inside of
+    it are not contiguous.
+    """
+    has_rows = x.stride(0) == x.shape[1] * x.stride(1) and x[0, 0, 0].is_contiguous()
+    return x if has_rows else x.contiguous()
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, z: Any, weight: Any, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, z, weight)
+        ctx.eps = eps
+        return _gated_norm(x, z, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor):
+        return *_gated_norm_backward(dy.contiguous(), *ctx.saved_tensors, ctx.eps), None
 
 
 def apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
@@ -69,6 +222,25 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
         h_RI = F.silu(gate_RI) * up_RI
         return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)
     return _SwiGLU.apply(gate_up_R2I, weight_R)
+
+
+def swiglu_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up` of two tensors. Kept for backward: both."""
+    if takes_kernels(gate, up):
+        return _SwiGLUApart.apply(gate.contiguous(), up.contiguous())
+    return swiglu(torch.cat([gate, up], dim=-1))
+
+
+class _SwiGLUApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return _swiglu_apart(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: torch.Tensor):
+        return _swiglu_apart_backward(dh.contiguous(), *ctx.saved_tensors)
 
 
 def inverse_frequencies(
@@ -172,3 +344,42 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, dy_BSHK: torch.Tensor):
         cos_BS1R, sin_BS1R = ctx.saved_tensors
         return _rotate(dy_BSHK, cos_BS1R, -sin_BS1R), None, None
+
+
+def rotate_heads(
+    q_BSHK: torch.Tensor,
+    k_BSGK: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    weights_K: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys after `rms_norm` with their weights, if there are any, and
+    `apply_rope`.
+    """
+    if takes_kernels(q_BSHK, k_BSGK, *cos_sin, *(weights_K or ())):
+        operands = (_with_rows(q_BSHK), k_BSGK.contiguous(), *(weights_K or (None, None)))
+        return _RotateHeads.apply(*operands, *cos_sin, eps, offset)
+    if weights_K is not None:
+        q_BSHK = rms_norm(q_BSHK, weights_K[0], eps, offset)
+        k_BSGK = rms_norm(k_BSGK, weights_K[1], eps, offset)
+    return apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
+
+
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> Any:
+        q, k, q_weight, k_weight, *angles, ctx.eps, ctx.offset = operands
+        heads = (None, None) if q_weight is None else (q, k)
+        ctx.save_for_backward(*heads, q_weight, k_weight, *angles)
+        return _rotate_heads(*operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor):
+        dq, dk = dq.contiguous(), dk.contiguous()
+        q, _, _, _, cos, sin = ctx.saved_tensors
+        if q is None:  # turned back by the same angles
+            return *_rotate_heads(dq, dk, None, None, cos, -sin, 0.0, 0.0), *[None] * 6
+        operands = (*ctx.saved_tensors, ctx.eps, ctx.offset)
+        return *_rotate_heads_backward(dq, dk, *operands), *[None] * 4

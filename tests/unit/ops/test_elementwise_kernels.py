@@ -1,0 +1,178 @@
+"""Fused kernels of norms, rotation and SwiGLU against the composed operators in float64: on a GPU
+as compiled, without one in Triton's interpreter.
+"""
+
+import pytest
+import torch
+from triton_interpreter import repair
+
+from titanlite.config.model import ModelConfig
+from titanlite.models.decoder import LossSums, build_decoder
+from titanlite.ops import elementwise, launchers
+
+if launchers.INTERPRETED:
+    repair()
+DEVICE = "cpu" if launchers.INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.skipif(
+        not launchers.INTERPRETED and not torch.cuda.is_available(),
+        reason="needs a GPU or TRITON_INTERPRET=1",
+    ),
+    *([] if launchers.INTERPRETED else [pytest.mark.gpu]),  # part of `pytest -m gpu`
+]
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative Frobenius errors; rounding of a result alone gives 1.7e-3 in bfloat16.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch):
+    """Take the kernels on the CPU, too, but for float64."""
+    choose = lambda x, *others: x.dtype != torch.float64  # noqa: E731
+    monkeypatch.setattr(elementwise, "takes_kernels", choose)
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def check(function, inputs, dtype, *, ends=None):
+    """Compare results and all gradients of `function` with those in float64 of the same values;
+    `ends` names the results that a loss reads.
+    """
+    bases = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    found = []
+    for leaves in (bases, [x.detach().double().requires_grad_() for x in bases]):
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.manual_seed(1)
+        douts = [torch.randn(x.shape).to(x) for x in results]
+        read = range(len(results)) if ends is None else ends
+        grads = torch.autograd.grad([results[i] for i in read], leaves, [douts[i] for i in read])
+        found.append((*results, *grads))
+    for place, (actual, expected) in enumerate(zip(*found, strict=True)):
+        assert actual.dtype == dtype
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < BOUNDS[dtype], (place, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ends", [(0, 1), (1,)], ids=str)
+@pytest.mark.parametrize(("rows", "offset"), [((2, 7), 0.0), ((1, 3), 1.0)])
+def test_residual_and_norm(dtype, ends, rows, offset):
+    torch.manual_seed(0)
+    x, update, weight = draw(*rows, 100), draw(*rows, 100), draw(100)
+
+    def add(x, update, weight):
+        return elementwise.add_rms_norm(x, update, weight, EPS, offset)
+
+    check(add, (x, update, weight), dtype, ends=ends)
+    check(lambda x, weight: add(x, None, weight), (x, weight), dtype, ends=ends)
+
+
+def test_a_sum_alone_has_gradients():
+    x, update, weight = (draw(3, 8).float().requires_grad_() for _ in range(3))
+    total, _ = elementwise.add_rms_norm(x, update, weight[0], EPS)
+    grads = torch.autograd.grad(total.sum(), (x, update))
+    assert all(grad.eq(1).all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 9, 2, 3, 12), (1, 1, 1, 1, 64)], ids=str)
+def test_norm_and_gate(dtype, shape):
+    torch.manual_seed(0)
+    *outer, repeats, width = shape
+    x, projected, weight = draw(*shape), draw(*outer, 5 + repeats * width), draw(width)
+
+    def norm(x, projected, weight):
+        z = projected[..., 5:].unflatten(-1, (repeats, width))  # as the projection stores it
+        return elementwise.gated_rms_norm(x, z, weight, EPS)
+
+    check(norm, (x, projected, weight), dtype)
+
+
+HEADS = {
+    "equal": (2, 2, 8, 8),
+    "many": (20, 3, 16, 16),
+    "partial": (5, 1, 24, 8),
+    "odd": (3, 3, 12, 12),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("sizes", HEADS)
+def test_norm_and_rotation(dtype, offset, sizes):
+    torch.manual_seed(0)
+    heads, kv_heads, width, rotated = HEADS[sizes]
+    batch, size = 2, 5
+    q, k = draw(batch, size, heads, 2 * width), draw(batch, size, kv_heads, width)
+    positions = torch.randint(1000, (batch, size), device=DEVICE)
+    frequencies = elementwise.inverse_frequencies(rotated, 10000.0).to(DEVICE)
+    angles = elementwise.rope_cos_sin(frequencies, positions, dtype)
+    weights = () if offset is None else (draw(width), draw(width))
+
+    def rotate(q, k, *weights):
+        cos_sin = tuple(x.to(q.dtype) for x in angles)
+        q = q[..., :width]  # a gate follows each query
+        return elementwise.rotate_heads(q, k, cos_sin, weights or None, EPS, offset or 0.0)
+
+    check(rotate, (q, k, *weights), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 150), (1, 64)], ids=str)
+def test_gate_and_up_apart(dtype, shape):
+    torch.manual_seed(0)
+    check(elementwise.swiglu_apart, (draw(*shape), draw(*shape)), dtype)
+
+
+def test_operators_without_data_have_the_shapes_of_those_with():
+    torch.manual_seed(0)
+    x, y, weight = draw(2, 3, 2, 8).float(), draw(2, 3, 2, 8).float(), draw(8).float()
+    angles, z = draw(2, 3, 1, 8).float(), draw(2, 3, 2, 2, 8).float()
+    ops, tests = torch.ops.titanlite, ("test_schema", "test_faketensor")
+    for op, operands in {
+        ops.add_norm: (x, y, weight, EPS, 0.0),
+        ops.add_norm_backward: (None, x, y, weight, EPS, 0.0),
+        ops.gated_norm: (z, z.clone(), weight, EPS),
+        ops.gated_norm_backward: (z, z.clone(), z.clone(), weight, EPS),
+        ops.rotate_heads: (x, y, None, None, angles, angles, EPS, 0.0),
+        ops.rotate_heads_backward: (x, y, x, y, weight, weight, angles, angles, EPS, 0.0),
+        ops.swiglu_apart: (x, y),
+        ops.swiglu_apart_backward: (x, y, x),
+    }.items():
+        torch.library.opcheck(op.default, operands, test_utils=tests)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_a_decoder_has_the_same_losses_and_gradients(qk_norm, monkeypatch):
+    config = ModelConfig(
+        vocab_size=31,
+        hidden_size=24,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        qk_norm=qk_norm,
+        num_experts=0,
+    )
+    model = build_decoder(config).to_empty(device=DEVICE)
+    torch.manual_seed(0)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, 0.5 if param.dim() == 1 else 0.0, 0.2)
+    rotary = model.model.rotary_emb
+    frequencies = elementwise.inverse_frequencies(config.rotary_dim, config.rope_theta)
+    rotary.inv_freq = frequencies.to(DEVICE)
+    tokens = torch.randint(31, (2, 9), device=DEVICE)
+    found = []
+    for is_fused in (True, False):
+        monkeypatch.setattr(elementwise, "takes_kernels", lambda *x, wanted=is_fused: wanted)
+        sums = model(tokens, tokens)
+        assert isinstance(sums, LossSums)
+        grads = torch.autograd.grad(sums.cross_entropy, list(model.parameters()))
+        found.append([sums.cross_entropy, *grads])
+    for fused, composed in zip(*found, strict=True):
+        assert (fused - composed).norm() <= 2e-5 * composed.norm()
