@@ -31,6 +31,8 @@ from triton.compiler import ASTSource
 
 from titanlite.features.lora import block_formats_triton as blocks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS
+from titanlite.ops import delta_inputs_triton as inputs
+from titanlite.ops import elementwise_triton as elementwise
 from titanlite.ops import gated_delta_triton as delta
 from titanlite.ops import kernels_triton as kernels
 from titanlite.ops import launchers as launch
@@ -123,8 +125,10 @@ def cases(arch: int) -> Iterator[Case]:
     for dtype in ("bf16", "fp32"):
         yield from _softmax(dtype)
         yield from _decode(dtype)
+        yield from _elementwise(dtype)
     if has_fences(triton.__version__):  # or torch's operators are taken
         yield from _gated_delta(delta.OPTIONS[launch.table_of(arch // 10, _SHARED[arch])])
+        yield from _delta_inputs()
 
 
 def _gated_delta(table: dict[str, dict[str, int]]) -> Iterator[Case]:
@@ -142,6 +146,56 @@ def _gated_delta(table: dict[str, dict[str, int]]) -> Iterator[Case]:
                 types["dk_ptr"] = "*bf16"
             full = f"delta {name} bf16{' known' if known else ''}"
             yield Case(full, kernel, types, constants, tile, ())
+
+
+def _delta_inputs() -> Iterator[Case]:
+    constants = {"W": 4, "K": 128, "BT": inputs.TOKENS}
+    for kernel, warps in (
+        (inputs.delta_inputs_kernel, inputs.WARPS),
+        (inputs.delta_inputs_backward_kernel, inputs.BACKWARD_WARPS),
+    ):
+        types = dict.fromkeys(kernel.arg_names, "i32")
+        types |= {key: "*bf16" for key in types if key.endswith("_ptr")}
+        types |= {"documents_ptr": "*i32", "dtaps_ptr": "*fp32"}
+        sizes = ("J", "stride_b", "stride_t", "stride_h")
+        tile = launch.Tile(inputs.TOKENS, 128, 1, warps, 3, 1)
+        name = kernel.__name__.removesuffix("_kernel")
+        yield Case(f"{name} bf16", kernel, types, constants, tile, sizes)
+
+
+def _elementwise(dtype: str) -> Iterator[Case]:
+    """Cases at a width of 2048, or of 8192 for norms of whole rows, with heads of 128, and of 256
+    that are partly rotated.
+    """
+    gate = {"BLOCK": 128, "BR": elementwise.NORM_ROWS}
+    itemsize = 4 if dtype == "fp32" else 2
+    norms = {f"{n} ": elementwise.norm_options(n, itemsize) for n in (2048, 8192)}
+    heads = {"": elementwise.head_options(128, 128, 32)}
+    heads["partial "] = elementwise.head_options(256, 64, 16)
+    no_weights = {"qw_ptr": None, "kw_ptr": None}
+    swiglu = {"": {"BLOCK": elementwise.SWIGLU_BLOCK}}
+    forward_only = {"plain ": heads[""] | no_weights}
+    for name, variants in {
+        "add_norm": norms | {"alone ": norms["2048 "] | {"update_ptr": None}},
+        "add_norm_backward": norms | {"alone ": norms["2048 "] | {"dtotal_ptr": None}},
+        "gated_norm": {"": gate},
+        "gated_norm_backward": {"": gate},
+        "rotate_heads": heads | forward_only,
+        "rotate_heads_backward": heads,
+        "swiglu_apart": swiglu,
+        "swiglu_apart_backward": swiglu,
+    }.items():
+        kernel = getattr(elementwise, f"{name}_kernel")
+        for variant, options in variants.items():
+            tile = launch.Tile(1, 1, 1, options.get("num_warps", 4), 3, 1)
+            constants = {key: value for key, value in options.items() if key != "num_warps"}
+            types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(
+                ("eps", "offset"), "fp32"
+            )
+            pointers = [key for key in types if key.endswith(("_ptr", "_out"))]
+            types |= dict.fromkeys(pointers, f"*{dtype}") | {"dw_ptr": "*fp32"}
+            sizes = tuple(key for key in ("D", "stride_t", "stride_h") if key in kernel.arg_names)
+            yield Case(f"{name} {variant}{dtype}", kernel, types, constants, tile, sizes)
 
 
 def _decode(dtype: str) -> Iterator[Case]:

@@ -25,7 +25,9 @@ from titanlite.models.interface import Context, Core, LayerCache
 from titanlite.models.layers import Linear, RMSNorm
 from titanlite.ops import local_tensor
 from titanlite.ops.causal_conv import causal_conv, last_inputs
-from titanlite.ops.gated_delta import gated_delta_rule, gated_delta_step, l2_norm, log_decay
+from titanlite.ops.delta_inputs import delta_inputs, split_heads
+from titanlite.ops.elementwise import gated_rms_norm
+from titanlite.ops.gated_delta import gated_delta_rule, gated_delta_step, log_decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +57,9 @@ class Convolution(nn.Module):
 class CoreDelta(Core):
     """Convolution, gates and delta rule of some heads, without weights of its own."""
 
-    def __init__(self, widths: tuple[int, int, int]) -> None:
+    def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()
-        self.widths = widths  # of queries, keys and values of a key head
+        self.widths = key_dim, value_dim
 
     def forward(
         self,
@@ -69,31 +71,20 @@ class CoreDelta(Core):
     ) -> torch.Tensor:
         """Return the heads' outputs (B, S, h, R V)."""
         taps_hJW, A_log_hR, dt_bias_hR = weights
-        mixed_BSC, taps_CW = mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1)
         b_BShR, a_BShR = gates_BSh2R.chunk(2, dim=-1)
         g_BSg = log_decay(a_BShR.flatten(2), A_log_hR.flatten(), dt_bias_hR.flatten())
         beta_BSg = b_BShR.flatten(2).to(g_BSg.dtype).sigmoid()
         if cache is not None:
-            out_BSgV = self._go_on(mixed_BSC, taps_CW, g_BSg, beta_BSg, cache)
+            out_BSgV = self._go_on(mixed_BShJ, taps_hJW, g_BSg, beta_BSg, cache)
         else:
-            y_BSC = causal_conv(mixed_BSC, taps_CW, documents_BS)
-            heads = self._split(y_BSC, g_BSg.shape[-1])
+            heads = delta_inputs(mixed_BShJ, taps_hJW, documents_BS, *self.widths)
             out_BSgV, _ = gated_delta_rule(*heads, g_BSg, beta_BSg, documents_BS)
         return out_BSgV.unflatten(2, (-1, b_BShR.shape[-1])).flatten(3)
 
-    def _split(
-        self, y_BSC: torch.Tensor, value_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and keys (B, S, h, K), normalized, and values (B, S, g, V)."""
-        y_BShJ = y_BSC.unflatten(-1, (-1, sum(self.widths)))
-        q_BShK, k_BShK, v_BSh = y_BShJ.split(self.widths, dim=-1)
-        v_BSgV = v_BSh.flatten(2).unflatten(-1, (value_heads, -1))
-        return l2_norm(q_BShK, q_BShK.shape[-1] ** -0.5), l2_norm(k_BShK), v_BSgV
-
     def _go_on(
         self,
-        mixed_BSC: torch.Tensor,
-        taps_CW: torch.Tensor,
+        mixed_BShJ: torch.Tensor,
+        taps_hJW: torch.Tensor,
         g_BSg: torch.Tensor,
         beta_BSg: torch.Tensor,
         cache: LayerCache,
@@ -101,12 +92,12 @@ class CoreDelta(Core):
         """Return the outputs of prompts, or of one more token of each row; the cache keeps the
         convolution's last inputs (B, W - 1, C) and the states (B, g, K, V).
         """
-        lengths_B, value_heads = cache.lengths, g_BSg.shape[-1]
+        lengths_B, mixed_BSC, taps_CW = cache.lengths, mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1)
         if cache.state is None:
             before_BLC = mixed_BSC.new_zeros(len(lengths_B), taps_CW.shape[1] - 1, len(taps_CW))
             slots_S = torch.arange(mixed_BSC.shape[1], device=mixed_BSC.device)
             inside_BS1 = (slots_S < lengths_B[:, None])[..., None]
-            heads = self._split(causal_conv(mixed_BSC, taps_CW), value_heads)
+            heads = delta_inputs(mixed_BShJ, taps_hJW, None, *self.widths)
             # Padding leaves a state as it is.
             out, state = gated_delta_rule(*heads, g_BSg * inside_BS1, beta_BSg * inside_BS1)
             cache.state = last_inputs(mixed_BSC, before_BLC, lengths_B), state
@@ -114,7 +105,8 @@ class CoreDelta(Core):
         (before_BLC, state), count = cache.state, len(lengths_B)
         new_B1C = mixed_BSC[0, :count].unsqueeze(1)
         y_B1C = causal_conv(new_B1C, taps_CW, None, before_BLC)
-        q_BhK, k_BhK, v_BgV = (x.squeeze(1) for x in self._split(y_B1C, value_heads))
+        heads = split_heads(y_B1C.unflatten(2, taps_hJW.shape[:2]), *self.widths)
+        q_BhK, k_BhK, v_BgV = (x.squeeze(1) for x in heads)
         gates = g_BSg[0, :count], beta_BSg[0, :count]
         out, state = gated_delta_step(q_BhK, k_BhK, v_BgV, *gates, state)
         cache.state = torch.cat([before_BLC, new_B1C], 1)[:, 1:], state
@@ -145,7 +137,7 @@ class GatedDeltaNet(SelfAttention):
         )
         self.norm = RMSNorm(value, config.rms_norm_eps)
         self.out_proj = Linear(value_heads * value, hidden, std=std)
-        self.core = CoreDelta(self.widths)
+        self.core = CoreDelta(key, value)
 
     @property
     def output(self) -> Linear:
@@ -165,9 +157,8 @@ class GatedDeltaNet(SelfAttention):
         weights = self._weights_of_share()
         out_BSH = self.core(mixed_BSHJ, gates_BSH2R, weights, documents_BS, cache)
         out_BSHRV, z_BSHRV = (x.unflatten(-1, (-1, self.value_dim)) for x in (out_BSH, z_BSH))
-        normed_BSHRV = self.norm(out_BSHRV)
-        wide = torch.promote_types(x_BSD.dtype, torch.float32)
-        return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSD.dtype).flatten(2)
+        weight_V = local_tensor(self.norm.weight)
+        return gated_rms_norm(out_BSHRV, z_BSHRV, weight_V, self.norm.eps).flatten(2)
 
     def _list_projections(self, heads: int, value_heads: int) -> dict[str, int]:
         """Return the width of the result of each input projection."""

@@ -15,7 +15,10 @@ is computed again. All sums are float32 or wider. Backends:
 
 - `triton`: titanlite's kernels (`gated_delta_triton.py`), for bfloat16 and K = 128.
 - `torch`: the equations, in float32 or wider.
-- `auto`: `triton` on CUDA where it serves the tensors and its code can be trusted, else `torch`.
+- `fla`: the kernels of flash-linear-attention, for CUDA, if that package is installed. Documents
+  are cut there, so the host waits until it knows where they begin.
+- `auto`: what `prefer_backend` said; without that `triton` on CUDA where it serves the tensors and
+  its code can be trusted, else `torch`.
 
 Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value heads, R = G / H
 (value head i reads key head i // R), K width of a key, V of a value. Inside, a tensor is
@@ -23,6 +26,7 @@ Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value
 """  # noqa: E501 - the equations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -32,11 +36,27 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.process import read_variable
+from titanlite.ops.attention import find_starts
 from titanlite.ops.kernels import has_triton, kernel_device
 from titanlite.ops.matmul import has_fences
 
-DeltaBackend = Literal["auto", "triton", "torch"]
+DeltaBackend = Literal["auto", "triton", "torch", "fla"]
 CHUNK = 64
+_preferred: DeltaBackend = "auto"
+
+
+def prefer_backend(backend: DeltaBackend) -> None:
+    """Let `auto` mean `backend` in this process: `model.delta_backend`.
+
+    Raises ValueError: it is `fla`, and the package is missing.
+    """
+    global _preferred
+    if backend == "fla" and find_spec("fla") is None:
+        raise ValueError(
+            "backend 'fla' needs the package flash-linear-attention, which is not installed. Use "
+            "'auto', or install it: pip install flash-linear-attention."
+        )
+    _preferred = backend
 
 
 def l2_norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
@@ -92,29 +112,81 @@ def gated_delta_rule(
     if not fits or not q_BSHK.dtype == k_BSHK.dtype == v_BSGV.dtype:
         found = [(tuple(x.shape), x.dtype) for x in (q_BSHK, *sequences)]
         raise ValueError(f"gated_delta_rule: shapes and dtypes do not fit: {found}.")
+    widths = k_BSHK.shape[3], v_BSGV.shape[3]
+    backend = choose_backend(backend, v_BSGV.device, v_BSGV.dtype, *widths, chunk)
+    if backend == "fla":
+        return _run_fla(q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS, state_BGKV)
     if document_ids_BS is None:
         document_ids_BS = torch.zeros(v_BSGV.shape[:2], dtype=torch.int32, device=v_BSGV.device)
-    if backend == "auto":
-        serves = has_triton(v_BSGV.device) and _find_problem(k_BSHK, v_BSGV, chunk) is None
-        backend = "triton" if serves else "torch"
-    elif backend == "triton" and (problem := _find_problem(k_BSHK, v_BSGV, chunk)) is not None:
-        raise ValueError(f"gated_delta_rule: backend 'triton': {problem} Use 'auto' or 'torch'.")
     operands = (q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS.int(), state_BGKV)
     return _GatedDelta.apply(*operands, chunk, backend)
 
 
-def _find_problem(k: Tensor, v: Tensor, chunk: int) -> str | None:
+def choose_backend(
+    backend: DeltaBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+    key_width: int,
+    value_width: int,
+    chunk: int = CHUNK,
+) -> DeltaBackend:
+    """Return the backend that serves such keys and values.
+
+    Raises ValueError: `triton` was asked for and does not.
+    """
+    backend = _preferred if backend == "auto" else backend
+    if backend in ("fla", "torch") or (backend == "auto" and not has_triton(device)):
+        return "fla" if backend == "fla" else "torch"
+    problem = _find_problem(device, dtype, (key_width, value_width, chunk))
+    if problem is not None and backend == "triton":
+        raise ValueError(f"gated_delta_rule: backend 'triton': {problem} Use 'auto' or 'torch'.")
+    return "triton" if problem is None else "torch"
+
+
+def _run_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    documents: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `gated_delta_rule` by flash-linear-attention, which takes packed documents as one
+    row and gives the state after each of them.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    options = {"scale": 1.0, "output_final_state": True}
+    if documents is None:
+        return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, **options)
+    if state is not None:
+        raise ValueError(
+            "gated_delta_rule: backend 'fla' takes documents or a first state, and not both. Use "
+            "'auto'."
+        )
+    starts_N1, (batch, size) = find_starts(documents), documents.shape
+    rows = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
+    out, states = chunk_gated_delta_rule(*rows, cu_seqlens=starts_N1.long(), **options)
+    ends_B = torch.arange(1, batch + 1, device=v.device, dtype=starts_N1.dtype) * size
+    return out.view_as(v), states[torch.searchsorted(starts_N1, ends_B) - 1]
+
+
+def _find_problem(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> str | None:
     """Return why titanlite's kernels do not serve the tensors, a sentence; None: they do."""
-    if k.shape[3] != 128 or v.shape[3] % 64 or chunk != CHUNK:
-        sizes = f"keys are {k.shape[3]} wide, values {v.shape[3]}, chunks {chunk} long"
-        return f"{sizes}; it wants 128, a multiple of 64, and 64."
-    if (where := kernel_device(v.device)) not in ("cuda", "meta"):
+    key_width, value_width, chunk = sizes
+    if key_width != 128 or value_width % 64 or chunk != CHUNK:
+        found = f"keys are {key_width} wide, values {value_width}, chunks {chunk} long"
+        return f"{found}; it wants 128, a multiple of 64, and 64."
+    if (where := kernel_device(device)) not in ("cuda", "meta"):
         is_interpreted = read_variable("TRITON_INTERPRET") == "1"
         return (
             None if is_interpreted else f"it needs a CUDA device, and the tensors are on {where}."
         )
-    if v.dtype != torch.bfloat16:
-        return f"it wants bfloat16 and not {v.dtype}."
+    if dtype != torch.bfloat16:
+        return f"it wants bfloat16 and not {dtype}."
     return find_triton_problem()
 
 
@@ -129,14 +201,17 @@ def find_triton_problem() -> str | None:
 
     if not has_fences(version := triton.__version__):
         return f"Triton {version} gives wrong gradients (fla #640); it wants 3.7.1 or newer."
-    if _is_newer_than_hopper():
-        return "it has run on Hopper alone, and others' race on Blackwell (fla #945)."
+    if not _is_hopper():
+        return (
+            "it has run on Hopper alone. On Ampere two kernels spill registers, and on Blackwell "
+            "others' race (fla #945)."
+        )
     return None
 
 
 @cache
-def _is_newer_than_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] > 9
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 def gated_delta_step(

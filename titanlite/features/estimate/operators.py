@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 import titanlite.ops.attention
+import titanlite.ops.delta_inputs
 import titanlite.ops.moe_experts  # noqa: F401 - defines its operators and their formulas
 from titanlite.distributed import collectives  # noqa: F401 - defines torch.ops.titanlite.all_gather and others
 
@@ -145,6 +146,12 @@ _OVERWRITING = {
 _OVERWRITING |= {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default}
 # As fast with two-byte numbers as with others.
 _MOVING = (_OVERWRITING | _PICKING) - {torch.ops.fsdp.chunk_cat.default} | {_own.gather_sum.default}
+# fused: close to the memory's rate
+_MOVING |= {_own.add_norm.default, _own.add_norm_backward.default}
+_MOVING |= {_own.gated_norm.default, _own.gated_norm_backward.default}
+_MOVING |= {_own.rotate_heads.default, _own.rotate_heads_backward.default}
+_MOVING |= {_own.swiglu_apart.default, _own.swiglu_apart_backward.default}
+_MOVING |= {_own.delta_inputs.default, _own.delta_inputs_backward.default}
 _MOVING |= {_aten._to_copy.default, _aten.clone.default, _aten.cat.default}
 _WITHOUT_KERNEL = {
     _aten.empty,
@@ -168,6 +175,10 @@ _KERNELS = {
     "titanlite::gather_swiglu_backward": 2,  # and its sum over columns
     "titanlite::grouped_mm_wgrad": 2,  # and a copy of rows
     "titanlite::planned_rms_norm_backward": 2,
+    "titanlite::add_norm_backward": 2,  # and the sum of the weight's parts, as of the next ones
+    "titanlite::gated_norm_backward": 2,
+    "titanlite::delta_inputs_backward": 2,
+    "titanlite::rotate_heads_backward": 4,
     "torch_attn::_varlen_attn_backward": 3,
 }
 

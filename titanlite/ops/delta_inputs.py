@@ -1,0 +1,95 @@
+"""From the projection of a gated delta net to queries, keys and values: convolution, SiLU, and
+norms.
+
+With the kernels (`delta_inputs_triton.py`) it is one pass each way, which reads the projection
+where it is; with torch's operators it is composed of `causal_conv` and `l2_norm`.
+
+Shapes: B batch, S sequence, H key heads, K width of a key, R V of the values of a key head,
+J = 2 K + R V, W taps.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.ops.causal_conv import causal_conv
+from titanlite.ops.gated_delta import DeltaBackend, choose_backend, l2_norm
+from titanlite.ops.kernels import define_operator
+
+
+def _fake(x: Tensor, taps: Any, documents: Any, key_width: int) -> tuple[Tensor, ...]:
+    widths = (key_width, key_width, x.shape[3] - 2 * key_width)
+    return tuple(x.new_empty(*x.shape[:3], width) for width in widths)
+
+
+def _fake_backward(dq: Any, dk: Any, dv: Any, x: Tensor, taps: Tensor, documents: Any):
+    return x.new_empty(x.shape), taps.new_empty(taps.shape)
+
+
+_KERNELS = "titanlite.ops.delta_inputs_triton"
+_delta_inputs = define_operator(
+    "delta_inputs(Tensor x, Tensor taps, Tensor documents, int key_width)"
+    " -> (Tensor, Tensor, Tensor)",
+    _KERNELS,
+    _fake,
+)
+_delta_inputs_backward = define_operator(
+    "delta_inputs_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor taps,"
+    " Tensor documents) -> (Tensor, Tensor)",
+    _KERNELS,
+    _fake_backward,
+)
+
+
+def delta_inputs(
+    x_BSHJ: Tensor,
+    taps_HJW: Tensor,
+    document_ids_BS: Tensor | None,
+    key_width: int,
+    value_width: int,
+    backend: DeltaBackend = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, normalized and times K ** -0.5, and keys, normalized, (B, S, H, K), and
+    values (B, S, G, V), all of the `causal_conv` of x in documents.
+
+    Args:
+        x_BSHJ: query, key and values of each key head.
+        taps_HJW: taps of each of them.
+        document_ids_BS: integers; None: one document per row.
+        key_width: K.
+        value_width: V.
+        backend: as that of `gated_delta_rule`; "fla" has none, and torch's operators are taken.
+    """
+    chosen = choose_backend(backend, x_BSHJ.device, x_BSHJ.dtype, key_width, value_width)
+    if chosen == "triton" and taps_HJW.dtype == x_BSHJ.dtype:
+        x_BSHJ = x_BSHJ if x_BSHJ.stride(3) == 1 else x_BSHJ.contiguous()
+        if document_ids_BS is None:
+            document_ids_BS = torch.zeros(x_BSHJ.shape[:2], dtype=torch.int32, device=x_BSHJ.device)
+        documents_BS = document_ids_BS.int().contiguous()
+        q, k, v = _DeltaInputs.apply(x_BSHJ, taps_HJW.contiguous(), documents_BS, key_width)
+        return q, k, v.flatten(2).unflatten(2, (-1, value_width))
+    y_BSC = causal_conv(x_BSHJ.flatten(2), taps_HJW.flatten(0, 1), document_ids_BS)
+    return split_heads(y_BSC.unflatten(2, x_BSHJ.shape[2:]), key_width, value_width)
+
+
+def split_heads(y_BSHJ: Tensor, key_width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `delta_inputs` of the convolution's result."""
+    values = y_BSHJ.shape[3] - 2 * key_width
+    q_BSHK, k_BSHK, v_BSH = y_BSHJ.split([key_width, key_width, values], dim=3)
+    v_BSGV = v_BSH.flatten(2).unflatten(2, (-1, value_width))
+    return l2_norm(q_BSHK, key_width**-0.5), l2_norm(k_BSHK), v_BSGV
+
+
+class _DeltaInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*operands[:3])
+        return _delta_inputs(*operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dheads: Tensor):
+        dheads = (dx.contiguous() for dx in dheads)
+        return *_delta_inputs_backward(*dheads, *ctx.saved_tensors), None, None
