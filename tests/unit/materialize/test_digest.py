@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from titanlite.materialize.digest import _ROWS, MODULUS, bytes_in, digest
+from titanlite.materialize.digest import MODULUS, bytes_in, digest
 from titanlite.materialize.layout import Region
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8)
@@ -73,10 +73,5 @@ def test_every_lost_bit_is_seen(dtype):
         assert of(changed) != before
 
 
-def test_zeros_have_the_digest_of_nothing_and_sums_do_not_depend_on_the_number_of_rows(monkeypatch):
+def test_zeros_have_the_digest_of_nothing():
     assert of(torch.zeros(1000)) == of(torch.empty(0)) == 0
-    values = values_of(torch.float32, 100_000)
-    assert _ROWS > 1
-    expected = of(values)
-    monkeypatch.setattr("titanlite.materialize.digest._most_rows", lambda device: 3)
-    assert of(values) == expected
