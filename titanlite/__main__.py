@@ -19,6 +19,7 @@ _MODULES = {
     "plan": "titanlite.features.estimate.cli",
     "data": "titanlite.features.tools.preview_data",
     "inspect": "titanlite.features.tools.models",
+    "verify": "titanlite.features.tools.verify",
     "export": "titanlite.features.tools.export",
     "generate": "titanlite.features.tools.generate",
 }
@@ -34,6 +35,7 @@ _USAGE = """usage: python -m titanlite COMMAND [arguments]
   data       show what a run would train on: --config FILE [--samples N] [--world-size N]
              [--section.key=value ...]
   inspect    show what is in a checkpoint: MODEL [--checksums] [--all]
+  verify     show what a run really trained, of any trainer: FOLDER [--base MODEL] [--json]
   export     write a checkpoint as a plain Hugging Face model: MODEL OUT --dtype bfloat16
              [--merge --base MODEL]
   generate   continue prompts with a model: MODEL [--prompt TEXT] [--max-new-tokens N ...]"""

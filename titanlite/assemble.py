@@ -83,6 +83,7 @@ from titanlite.features.streams.mixture import build_mixture
 from titanlite.features.streams.stream import build_stream
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_documents_per_row
+from titanlite.features.verify.of_run import certify_checkpoints
 from titanlite.launch.process_group import init_distributed
 from titanlite.launch.protocol import beat
 from titanlite.materialize import Plan, SourceProvider, materialize
@@ -138,6 +139,7 @@ def assemble(checked: Checked) -> Trainer:
         checkpointer=checkpointer,
         results=build_results(run),
     )
+    certify_checkpoints(parts)
     trainer = Trainer(
         parts,
         metrics=build_metrics(run, model, loader),

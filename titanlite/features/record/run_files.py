@@ -266,3 +266,6 @@ def say_end(trainer: Trainer) -> None:
             steps,
             "epochs" if job.training.epochs else "steps",
         )
+    if job.checkpoint.enable:
+        folder = parts.checkpointer.final_folder(step)
+        logger.info("see what was trained: python -m titanlite verify %s (docs/verify.md)", folder)

@@ -1,0 +1,316 @@
+"""Each way to break a folder of weights is named, and whole folders are sound."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from titanlite.checkpoint.folder import read_model_headers
+from titanlite.features.tools.verify import main
+from titanlite.features.verify.certificate import CERTIFICATE_FILE, digest_base, render
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,  # so that q and k have one shape
+    "head_dim": 8,
+}
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+PARTS = ("gate", "up", "down")
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def build(family):
+    torch.manual_seed(11)
+    match family:
+        case "moe":
+            config = Qwen3MoeConfig(**SIZES, **MOE, num_experts=4, tie_word_embeddings=False)
+            model = Qwen3MoeForCausalLM(config)
+        case "tied":
+            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
+        case "biased":
+            latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+            latent |= {"qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
+            latent |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+            model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **MOE, **latent))
+            model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.randn(4) / 10)
+    return model.to(torch.bfloat16) if family == "tied" else model
+
+
+@torch.no_grad()
+def train(model):
+    """Move every parameter by about a hundredth, as training does."""
+    for param in model.parameters():
+        param += torch.randn_like(param) * 0.01 * max(float(param.std()), 0.1)
+    return model
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folders of a base and of what was trained from it, by family."""
+    root = tmp_path_factory.mktemp("folders")
+    for family in ("moe", "tied", "biased"):
+        model = build(family)
+        model.save_pretrained(root / family / "base")
+        train(model).save_pretrained(root / family / "trained", max_shard_size="20KB")
+    return root
+
+
+def certify(folder, base, states=()):
+    """Write the certificate that a run would have written."""
+    states = dict(states)
+    rows = {
+        key: {"state": states.get(key, "trained"), "source": "base", "digest": digest}
+        for key, digest in digest_base(folder).items()
+    }
+    (folder / CERTIFICATE_FILE).parent.mkdir()
+    (folder / CERTIFICATE_FILE).write_bytes(render({}, digest_base(base), rows))
+
+
+def rewrite(folder, change):
+    """Load all tensors of `folder`, change them, and save them in one file."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+        path.unlink()
+    (folder / INDEX).unlink(missing_ok=True)
+    change(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / SINGLE, {"format": "pt"})
+
+
+def in_tensors(change):
+    return lambda folder: rewrite(folder, change)
+
+
+def exchange(*pairs):
+    def change(tensors):
+        for one, other in pairs:
+            tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
+
+    return in_tensors(change)
+
+
+def layers_exchanged(folder):
+    def change(tensors):
+        for key in [key for key in tensors if ".layers.0." in key]:
+            other = key.replace(".layers.0.", ".layers.1.")
+            tensors[key], tensors[other] = tensors[other], tensors[key]
+
+    rewrite(folder, change)
+
+
+def experts_twice(tensors):
+    for layer in range(2):
+        for part in PARTS:
+            for expert in (2, 3):
+                key = EXPERT.format(layer, expert, part)
+                tensors[key] = tensors[EXPERT.format(layer, expert - 2, part)].clone()
+
+
+def experts_untouched(folder):
+    base = load_file(folder.parent / "base" / SINGLE)
+    rewrite(folder, lambda tensors: tensors.update({k: base[k] for k in base if ".experts." in k}))
+
+
+def in_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def untied(folder):
+    """The head is stored for itself, equal to the embedding, and nothing says that both are one."""
+    in_config(tie_word_embeddings=False)(folder)
+    key = "model.embed_tokens.weight"
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[key].clone()}))
+
+
+def torn(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 1.5
+
+
+def one(key, change):
+    return in_tensors(lambda tensors: tensors.update({key: change(tensors[key])}))
+
+
+def no_number(values):
+    values = values.clone()
+    values.view(-1)[7] = torch.nan
+    return values
+
+
+def remove_shard(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def truncate(folder):
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def stale_index(folder):
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    names = sorted(set(index["weight_map"].values()))
+    key = next(iter(index["weight_map"]))
+    index["weight_map"][key] = next(name for name in names if name != index["weight_map"][key])
+    path.write_text(json.dumps(index))
+
+
+Q, K = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
+GATE = EXPERT.format(0, 1, "gate")
+BASE, CERTIFIED, ALONE = "base", "certificate", "alone"
+# name: (family, how it is verified, what breaks it, what must be said)
+CORRUPTIONS = {
+    "one rank's experts twice": (
+        *("moe", ALONE, in_tensors(experts_twice)),
+        r"experts\.2\.gate_proj\.weight: has the bits of model\.layers\.0\.mlp\.experts\.0\.gate",
+    ),
+    "experts untouched by training": (
+        *("moe", BASE, experts_untouched),
+        r"experts\.0\..* and 21 more: is as in the base, and so is all of its group",
+    ),
+    "one layer swapped with another": (
+        *("moe", BASE, layers_exchanged),
+        r"layers\.0\..*: has nothing in common with the base's: exchanged",
+    ),
+    "one layer swapped, certified": (
+        *("moe", CERTIFIED, layers_exchanged),
+        r"layers\.0\.(\S+) \(has model\.layers\.1\.\1\).* exchanged since it was saved",
+    ),
+    "head untied": (
+        *("tied", ALONE, untied),
+        r"model\.embed_tokens\.weight: has the bits of lm_head\.weight",
+    ),
+    "tie broken": (
+        *("tied", ALONE, in_tensors(torn)),
+        r"lm_head\.weight: checkpoint .* has it with other values than model\.embed_tokens\.weight",
+    ),
+    "a bias rounded to bf16": (
+        *("biased", ALONE, one(BIAS, lambda bias: bias.bfloat16().float())),
+        rf"{re.escape(BIAS)}: a selection bias was rounded to 16 bits",
+    ),
+    "a bias stored in bf16": (
+        *("biased", ALONE, one(BIAS, torch.Tensor.bfloat16)),
+        rf"{re.escape(BIAS)}: a selection bias was rounded to 16 bits",
+    ),
+    "a missing shard": ("moe", ALONE, remove_shard, r"model-00002-of-\d+.* there is no such file"),
+    "an extra key": (
+        *("moe", ALONE, in_tensors(lambda t: t.update({"model.ghost.weight": torch.ones(2, 2)}))),
+        r"model\.ghost\.weight: unexpected",
+    ),
+    "a truncated file": ("moe", ALONE, truncate, r"model-00002-of-\d+.* is cut off, damaged"),
+    "a tensor of zeros": (
+        *("moe", ALONE, one(GATE, torch.zeros_like)),
+        rf"{re.escape(GATE)}: all its elements are equal",
+    ),
+    "a NaN": ("moe", ALONE, one(Q, no_number), rf"{re.escape(Q)}: has NaN or infinite"),
+    "an expert permuted": (
+        *("moe", BASE, one(GATE, lambda values: values.flip(0))),
+        rf"{re.escape(GATE)}: has nothing in common with the base's: exchanged, permuted",
+    ),
+    "two experts exchanged": (
+        *("moe", CERTIFIED, exchange((GATE, EXPERT.format(0, 2, "gate")))),
+        r"experts\.1\.gate_proj\.weight \(has model\.layers\.0\.mlp\.experts\.2\.gate_proj",
+    ),
+    "q and k exchanged": (
+        *("moe", BASE, exchange((Q, K))),
+        rf"{re.escape(K)}, {re.escape(Q)}: has nothing in common|{re.escape(Q)}.*nothing in common",
+    ),
+    "wrong dtype": (
+        *("moe", ALONE, one(Q, torch.Tensor.half)),
+        rf"{re.escape(Q)}: is not in float32, the dtype in config.json",
+    ),
+    "stale index": ("moe", ALONE, stale_index, r"index\.json is stale"),
+    "config with other sizes": (
+        *("moe", ALONE, in_config(hidden_size=40)),
+        r"model\.embed_tokens\.weight: .*\(64, 32\), the model expects\s+\(64, 40\)",
+    ),
+    "a carried tensor changed": (
+        *("moe", CERTIFIED, one("lm_head.weight", lambda values: values + 1)),
+        r"lm_head\.weight \(carried\): has other bits than were saved",
+    ),
+}
+
+
+def verify(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    return code, capsys.readouterr().out
+
+
+def copied(folders, family, tmp_path, how):
+    shutil.copytree(folders / family, tmp_path / family)
+    folder, base = tmp_path / family / "trained", tmp_path / family / "base"
+    if how == CERTIFIED:
+        kept = {k: v for k, v in load_file(base / SINGLE).items() if k == "lm_head.weight"}
+        rewrite(folder, lambda tensors: tensors.update(kept))
+        certify(folder, base, {"lm_head.weight": "carried"})
+    return folder, ["--base", base] if how == BASE else []
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_is_named(name, folders, tmp_path, capsys):
+    family, how, corrupt, text = CORRUPTIONS[name]
+    folder, more = copied(folders, family, tmp_path, how)
+    corrupt(folder)
+    code, shown = verify(capsys, folder, *more)
+    assert code == 1 and "FAILED" in shown.splitlines()[0]
+    assert re.search(text, shown), shown
+    assert len(shown.splitlines()) < 40
+
+
+@pytest.mark.parametrize("how", [ALONE, BASE, CERTIFIED])
+@pytest.mark.parametrize("family", ["moe", "tied", "biased"])
+def test_whole_folders_are_sound(family, how, folders, tmp_path, capsys):
+    folder, more = copied(folders, family, tmp_path, how)
+    code, shown = verify(capsys, folder, *more)
+    assert code == 0 and "sound" in shown.splitlines()[0], shown
+    code, text = verify(capsys, folder, *more, "--json")
+    report = json.loads(text)
+    assert code == 0 and not report["problems"] and report["table"][0][0] == "group"
+    if how != ALONE:
+        assert re.search(r"attention +\d+ +\w+ +(\d+) of \1", shown)
+
+
+def test_a_base_of_another_revision_is_named(folders, tmp_path, capsys):
+    folder, _ = copied(folders, "moe", tmp_path, CERTIFIED)
+    other = tmp_path / "other"
+    train(Qwen3MoeForCausalLM.from_pretrained(folder.parent / "base")).save_pretrained(other)
+    code, shown = verify(capsys, folder, "--base", other)
+    assert code == 1 and f"{other} is not the base that the run began with" in shown
+    assert verify(capsys, folder, "--base", folder.parent / "base")[0] == 0
+
+
+def test_what_was_frozen_can_be_said(folders, tmp_path, capsys):
+    folder, more = copied(folders, "moe", tmp_path, BASE)
+    experts_untouched(folder)
+    code, shown = verify(capsys, folder, *more, "--frozen", "*.experts.*")
+    assert code == 0, shown
+    assert re.search(r"experts +24 +float32 +0 of 24", shown)
+    rewrite(folder, lambda tensors: tensors.update({GATE: tensors[GATE] * 1.01}))
+    code, shown = verify(capsys, folder, *more, "--frozen", "*.experts.*")
+    assert code == 1 and f"{GATE}: was not trained, and differs from the base" in shown
+
+
+def test_keys_of_the_folder_and_of_the_table_agree(folders):
+    stored = read_model_headers(folders / "moe/trained").tensors
+    assert {Q, K, GATE} <= stored.keys() and len({t.file for t in stored.values()}) > 3
+    assert stored[Q].shape == stored[K].shape

@@ -1,0 +1,7 @@
+"""Proof of what a run trained: a certificate in every checkpoint, and checks of any folder.
+
+Needs torch and safetensors alone.
+"""
+
+from titanlite.features.verify.certificate import certify, digest_base, read_certificate
+from titanlite.features.verify.checks import Report, verify_folder

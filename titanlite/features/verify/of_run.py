@@ -1,0 +1,75 @@
+"""The certificates of a run: every checkpoint gets one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titanlite.base.agree import on_first_rank
+from titanlite.checkpoint.commit import Certify
+from titanlite.checkpoint.description import describe_versions
+from titanlite.checkpoint.writer import Item
+from titanlite.config.assets import base_model_of
+from titanlite.features.verify.certificate import (
+    CERTIFICATE_FILE,
+    describe,
+    digest_base,
+    read_certificate,
+    render,
+)
+from titanlite.metrics.run_folder import get_identity
+from titanlite.trainer import Parts
+
+
+def certify_checkpoints(parts: Parts) -> None:
+    """Make every checkpoint of the run hold its certificate; a resumed run takes over what its
+    first step and its sources were.
+
+    Raises CheckpointError: the weights that the run began with cannot be read. Collective: every
+    rank must call.
+    """
+    run, stepper = parts.run, parts.stepper
+    job, start = run.job, run.start
+    if not job.checkpoint.enable:
+        return
+    known = on_first_rank(lambda: read_certificate(start.folder) if start else {})
+    base, path = known.get("base", {}), job.checkpoint.initial_load_path
+    if path and not base:
+        base = digest_base(Path(path))
+    entries = {entry.fqn: entry for entry in parts.plan.entries}
+    origin = base_model_of(path)
+    identity = {key: x for key, x in get_identity(job).items() if "path" not in key}
+    facts = {
+        "model": run.model_config.family,
+        "trained_from": asdict(origin) if origin else None,
+        "data": parts.loader.fingerprint,
+        "run": identity,
+        "optimizer": asdict(job.optimizer),
+        "lora": asdict(replace(job.lora, init_from="")),
+        "versions": describe_versions(),
+        "mesh": {"degrees": str(run.dims.degrees), "ranks": dist.get_world_size()},
+    }
+
+    def row(item: Item, digest: int) -> dict[str, Any]:
+        found = describe(entries.get(item.name), item.shape, item.dtype, digest)
+        if found["state"] == "trained":
+            found["gradient"] = item.name not in (stepper.unreached or ())
+        before = known.get("tensors", {}).get(item.key, {})
+        return found | {key: before[key] for key in ("source", "gradient") if key in before}
+
+    def certify(step: int) -> Certify:
+        def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
+            first = known.get("first_step")
+            if stepper.first is not None and run.first_step == 0:
+                result = stepper.first.loss, stepper.first.grad_norm
+                first = "loss {:.4g}, gradient norm {:.4g}".format(*(x.item() for x in result))
+            rows = {item.key: row(item, digests[item.key]) for item in items}
+            return {
+                CERTIFICATE_FILE: render({**facts, "step": step, "first_step": first}, base, rows)
+            }
+
+        return make
+
+    parts.checkpointer.certify(certify)
