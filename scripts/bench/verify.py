@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CHILD = """
-import json, resource, sys, time
+import json, sys, time
 from pathlib import Path
 import torch
 from titanlite.features.verify import verify_folder
@@ -34,7 +34,8 @@ began = time.perf_counter()
 report = verify_folder(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
 seconds = time.perf_counter() - began
 assert not report.problems, report.problems[:3]
-print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3]))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps([seconds, int(status["VmHWM"].split()[0]) * 1024 / 1e6]))
 """
 
 
