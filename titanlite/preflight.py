@@ -17,6 +17,7 @@ from titanlite.config.assets import assets_key, find_missing_files, resolve_asse
 from titanlite.config.parallelism import (
     Degrees,
     check_parallelism,
+    close_settings,
     resolve_degrees,
     resolve_seq_len,
 )
@@ -31,6 +32,7 @@ class Checked:
     job: JobConfig
     model_config: AnyModelConfig
     degrees: Degrees
+    unwritten: tuple[str, ...] = ()  # settings in `job` that may be chosen for the GPUs
 
 
 def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
@@ -39,6 +41,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     Downloads a model of the hub on first use, without `weights` only its description and tokenizer.
     Raises ConfigError: every contradiction.
     """
+    job, unwritten = close_settings(job)
     problems = find_extension_problems(job)
     model_config, degrees = None, None
     try:
@@ -58,7 +61,7 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
         problems += check_parallelism(job, model_config, degrees, part_sizes(model_config))
     raise_problems(ConfigError, "configuration", problems)
     assert model_config is not None and degrees is not None
-    return Checked(job, model_config, degrees)
+    return Checked(job, model_config, degrees, unwritten)
 
 
 def _world_sizes(text: str) -> tuple[int, ...]:

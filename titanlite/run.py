@@ -32,6 +32,7 @@ class Run:
         file_group: all ranks, on the host; its collectives wait as long as reading and writing
             files may take.
         locks: of the run's folders, held as long as this object lives.
+        unwritten: settings to be chosen for the GPUs when the batch is known; empty afterwards.
     """
 
     job: JobConfig
@@ -41,6 +42,7 @@ class Run:
     start: Start | None = None
     file_group: dist.ProcessGroup | None = None
     locks: Sequence[FolderLock | None] = ()
+    unwritten: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:

@@ -4,11 +4,13 @@ all ranks.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConfig
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
+from titanlite.config.settings import get_value
 
 # Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and
 # where that is from.
@@ -17,6 +19,14 @@ BATCHES = {
     True: (32, "pairs", "Zephyr, arXiv:2310.16944"),
 }
 _SEQ_LEN = 2048  # where none is set
+# Settings that are chosen for the GPUs where they are not written, and their values elsewhere.
+CHOSEN: Mapping[str, int | str] = {
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "parallelism.expert_parallel_degree": 1,
+    "training.local_batch_size": 1,
+    "activation_checkpoint.mode": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -141,18 +151,38 @@ class PartSizes:
     core_flops: Callable[[int], int] = lambda _seq_len: 0
 
 
+def set_values(job: JobConfig, values: Mapping[str, int | str]) -> JobConfig:
+    """Return `job` with the settings `values`, by dotted key."""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changed: Any = {section: replace(getattr(job, section), **{name: value})}
+        job = replace(job, **changed)
+    return job
+
+
+def close_settings(job: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
+    """Return `job` with the values that `CHOSEN` has where none are written, and the keys of
+    these.
+    """
+    unwritten = tuple(key for key in CHOSEN if get_value(job, key) in (0, "auto"))
+    return set_values(job, {key: CHOSEN[key] for key in unwritten}), unwritten
+
+
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     """Fill in data_parallel_shard_degree = -1 and check that the degrees multiply to `world_size`.
 
     Raises ConfigError: they do not, or the experts cannot be split so.
     """
-    replicate, shard = section.data_parallel_replicate_degree, section.data_parallel_shard_degree
-    cp, tp, pp = (
-        section.context_parallel_degree,
-        section.tensor_parallel_degree,
-        section.pipeline_parallel_degree,
+    shard = section.data_parallel_shard_degree
+    tp, pp = section.tensor_parallel_degree, section.pipeline_parallel_degree
+    replicate, cp, ep = (
+        degree or 1
+        for degree in (
+            section.data_parallel_replicate_degree,
+            section.context_parallel_degree,
+            section.expert_parallel_degree,
+        )
     )
-    ep = section.expert_parallel_degree
     of_cp, of_pp = f" * cp ({cp})" if cp > 1 else "", f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
         raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
@@ -377,7 +407,8 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     """
     parallelism, training = job.parallelism, job.training
     is_transformers = isinstance(model, TransformersConfig)
-    batch, total = training.local_batch_size * degrees.dp, training.global_batch_size or -1
+    batch = (training.local_batch_size or 1) * degrees.dp
+    total = training.global_batch_size or -1
     most = model.max_position_embeddings
     is_alone = (
         training.local_batch_size == 1 and not job.data.packing and training.objective != "dpo"
@@ -454,7 +485,7 @@ def resolve_global_batch_size(
     micro-batches on all ranks, at least one each.
     """
     total = job.training.global_batch_size
-    size = job.training.local_batch_size * dp_degree
+    size = (job.training.local_batch_size or 1) * dp_degree
     if total is not None:
         return size if total == -1 else total
     wanted = BATCHES[job.training.objective == "dpo"][0] / examples if before is None else before

@@ -40,13 +40,19 @@ class TrainingSection:
     seq_len: int = setting(
         2048, "Tokens per sequence. -1: 2048, or the model's limit if less.", ge=1, also=-1
     )
-    local_batch_size: int = setting(1, "Sequences per data-parallel rank and micro-batch.", ge=1)
+    local_batch_size: int = setting(
+        0,
+        "Sequences per data-parallel rank and micro-batch. 0: chosen for the GPUs (docs/plan.md), "
+        "within the batch of a step; 1 on CPU.",
+        ge=1,
+        also=0,
+    )
     global_batch_size: int | None = setting(
         -1,
-        "Sequences per optimizer step; -1: local_batch_size * data-parallel degree (no "
-        "accumulation). Not set, in fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), DPO "
-        "32 pairs (Zephyr, arXiv:2310.16944), at most 1/32 of the data, at least one micro-batch "
-        "per rank; a resumed run keeps its batch.",
+        "Sequences per optimizer step; -1: local_batch_size, or 1 where that is chosen, * "
+        "data-parallel degree. Not set, in fine-tuning: about 16 examples (QLoRA, "
+        "arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), at most 1/32 of the data, at "
+        "least one micro-batch per rank; a resumed run keeps its batch.",
         ge=1,
         also=-1,
     )
@@ -211,7 +217,11 @@ class LRSchedulerSection:
 @dataclass
 class ParallelismSection:
     data_parallel_replicate_degree: int = setting(
-        1, "Replicas of the sharded model (HSDP; DDP if not sharded).", ge=1
+        0,
+        "Replicas of the sharded model (HSDP; DDP if not sharded). 0: chosen for the GPUs; 1 on "
+        "CPU.",
+        ge=1,
+        also=0,
     )
     data_parallel_shard_degree: int = setting(
         -1, "Ranks that share the parameters (FSDP2); -1: the rest.", ge=1, also=-1
@@ -220,10 +230,11 @@ class ParallelismSection:
         1, "Ranks that split dense layers, and sequences between layers.", ge=1
     )
     context_parallel_degree: int = setting(
-        1,
+        0,
         "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over "
-        "them too.",
+        "them too. 0: chosen for the GPUs, more than 1 where nothing else fits; 1 on CPU.",
         ge=1,
+        also=0,
     )
     pipeline_parallel_degree: int = setting(
         1,
@@ -238,10 +249,11 @@ class ParallelismSection:
         only_for="parallelism.pipeline_parallel_degree > 1",
     )
     expert_parallel_degree: int = setting(
-        1,
+        0,
         "Ranks that split the experts: some of data_parallel_shard * context_parallel * "
-        "tensor_parallel.",
+        "tensor_parallel. 0: chosen for the GPUs; 1 on CPU.",
         ge=1,
+        also=0,
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default", "Free gathered parameters after forward; 'default': in all but the last layer."
@@ -351,8 +363,10 @@ class CheckpointSection:
 
 @dataclass
 class ActivationCheckpointSection:
-    mode: Literal["none", "full", "selective"] = setting(
-        "none", "'full': recompute every layer in backward; 'selective': see selective_ac_option."
+    mode: Literal["auto", "none", "full", "selective"] = setting(
+        "auto",
+        "'full': recompute every layer in backward; 'selective': see selective_ac_option. 'auto': "
+        "chosen for the GPUs; 'none' on CPU.",
     )
     selective_ac_option: str = setting(
         "op",

@@ -29,6 +29,7 @@ from titanlite.base.log import log_to_folder, logger
 from titanlite.base.process import read_variable
 from titanlite.config import JobConfig, find_changes, format_changes, save_resolved
 from titanlite.config.assets import base_model_of
+from titanlite.config.parallelism import CHOSEN
 from titanlite.config.schema import ProfilingSection
 from titanlite.config.settings import get_settings, get_value, get_values
 from titanlite.launch.protocol import read_restart
@@ -47,7 +48,7 @@ _IDENTITY = (
     "data.split",
 )
 # Settings that a resumed run keeps where they are not set.
-_KEPT = ("training.global_batch_size", "moe.aux_loss_coeff")
+_KEPT = ("training.global_batch_size", "moe.aux_loss_coeff", *CHOSEN)
 # Paths that may differ between machines and hold the same files: a hub model is in each machine's
 # cache. `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {

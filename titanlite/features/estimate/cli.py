@@ -12,15 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titanlite.assemble import choose_for
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
+from titanlite.config.parallelism import CHOSEN
+from titanlite.features.choice.choose import Choice, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import merge_stages, plan_stages
-from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
+from titanlite.features.estimate.proposals import Chosen, Plan, Planned, propose, sweep
 from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check
 
@@ -49,6 +52,7 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _MANY_LAYERS = 24
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
 
 
@@ -99,12 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", metavar="PATH", help="hub id, folder or config.json; the same as --model.path")
-    add("--gpus", metavar="NxGPU", help="for example 8xh100: --world-size and --gpu")
+    add("--gpus", metavar="NxGPU", help="8xh100, or RTX 4090: --world-size and --gpu")
     text = "what is trained (without a file: sft)"
     add("--objective", choices=_OBJECTIVES, help=text)
     add("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
     add("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
-    add("--tokens", type=float, help="tokens to train on, such as 2e9 (default: those of the run)")
+    text = "tokens to train on, such as 2e9 or 2B (default: those of the run)"
+    add("--tokens", type=read_count, help=text)
     add("--sweep", action="store_true", help="try all degrees instead")
     add(
         "--proposals",
@@ -118,6 +123,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def read_count(text: str) -> float:
+    """Parse a number of tokens: 2e9, 2B, 500 M. ValueError: it is none."""
+    number, unit = re.fullmatch(r"(.*?)\s*([kmbtg]?)", text.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return float(number.replace(",", "")) * _SCALES[unit]
+
+
+def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
+    """Parse 8xh100, 8 H100, h100x8, RTX 4090 or 8, which are of the kind `gpu`."""
+    wanted = text.strip().lower()
+    if match := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", wanted):
+        return int(match[1]), match[2]
+    if match := re.fullmatch(r"(.*[a-z].*?)\s*[x*:]\s*(\d+)", wanted):
+        return int(match[2]), match[1]
+    return (int(wanted), gpu) if wanted.isdecimal() else (1, wanted)
+
+
 def read_request(argv: Sequence[str]) -> Request:
     """Parse the arguments, without checking them against one another.
 
@@ -126,12 +147,7 @@ def read_request(argv: Sequence[str]) -> Request:
     """
     known, rest = _parser().parse_known_args(argv)
     if known.gpus is not None:
-        match = re.fullmatch(r"\s*(\d+)\s*(?:x\s*(.+))?", known.gpus)
-        if match is None:
-            raise ConfigError(
-                f"--gpus={known.gpus}: not a number of GPUs. Write --gpus=8xh100, or --gpus=8."
-            )
-        known.world_size, known.gpu = int(match[1]), match[2] or known.gpu
+        known.world_size, known.gpu = _read_gpus(known.gpus, known.gpu)
     hardware = _hardware(known)
     if known.world_size < 1:
         raise ConfigError(
@@ -196,12 +212,26 @@ def _hardware(known: argparse.Namespace) -> Hardware:
 
 
 def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
-    """Plan the command line `argv` with `more` arguments."""
+    """Plan the command line `argv` with `more` arguments; what they leave open is chosen as a run
+    does.
+    """
     request = read_request([*argv, *more])
-    checked, known = request.check(), request.known
+    checked, known, hardware = request.check(), request.known, request.hardware
+    chosen = choose_all(checked, hardware)
+    checked = take(checked, chosen.choice)
     rank = 0 if more else known.rank
-    stages = plan_stages(checked, request.hardware, rank=rank, every_layer=known.every_layer)
-    return Planned(tuple(more), checked, merge_stages(stages), stages)
+    stages = plan_stages(checked, hardware, rank=rank, every_layer=known.every_layer)
+    return Planned(tuple(more), checked, merge_stages(stages), stages, chosen)
+
+
+def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
+    """Choose what `checked` leaves open, and what would be if it left all open."""
+    given = Choice({})
+    if not isinstance(checked.model_config, ModelConfig):
+        return Chosen(given, given)
+    given = choose_for(checked, hardware)
+    best = choose_for(replace(checked, unwritten=tuple(CHOSEN)), hardware)
+    return Chosen(given, best)
 
 
 def _plan(request: Request, plan: Plan) -> int:
@@ -211,11 +241,10 @@ def _plan(request: Request, plan: Plan) -> int:
     if wanted is None:  # others take as long for one plan as for all proposals together
         is_native = isinstance(checked.model_config, ModelConfig)
         wanted = is_native and base.estimate.trace.traced_layers < _MANY_LAYERS
-    proposals = propose(base, plan) if wanted else None
-    print(
-        render.render_verdict(base, request.weights, request.sizes, known.tokens, proposals) + "\n",
-        flush=True,
-    )
+    print(render.render_verdict(base, request.weights, request.sizes, known.tokens), flush=True)
+    for line in render.render_proposals(base, propose(base, plan) if wanted else None):
+        print(line, flush=True)
+    print()
     estimate = stages[checked.degrees.stage_of(known.rank)]
     parts = [render.render_memory(estimate, known.rank)]
     if checked.degrees.pp > 1:

@@ -9,23 +9,33 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
+from typing import NamedTuple
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
+from titanlite.config.schema import BLOCK_SIZES
+from titanlite.config.settings import get_value
+from titanlite.features.choice.choose import Choice
 from titanlite.features.choice.hardware import Hardware
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
 
 MODES = ("none", "selective", "full")
 _WORTH = 1.02  # times as fast, or as small: less is not proposed
-_MOST = 5
 _SHORTEST_PIECE = 4096
 """Tokens of a sequence that a rank keeps at least in combinations with cp: it is for sequences that
 are long.
 """
 _PARALLELISM = "--parallelism."
 _THE_REST = f"{_PARALLELISM}data_parallel_shard_degree=-1"
+
+
+class Chosen(NamedTuple):
+    """Choices in closed form."""
+
+    choice: Choice  # of what is not written
+    best: Choice  # of all that may be chosen
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Planned:
     checked: Checked
     estimate: Estimate  # of the run: of its fullest and of its slowest stage
     stages: Mapping[int, Estimate]  # pipeline stages that were traced
+    chosen: Chosen
 
     @property
     def fits(self) -> bool:
@@ -64,23 +75,26 @@ Plan = Callable[[Sequence[str]], Planned]
 _Arguments = tuple[str, ...]
 
 
-def propose(base: Planned, plan: Plan) -> list[Planned]:
-    """Return up to 5 that fit, and are faster by more than 2 % if `base` fits: the fastest first.
+def propose(base: Planned, plan: Plan) -> Iterator[Planned]:
+    """Yield those that fit, and are faster by more than 2 % if `base` fits, as they are found.
 
-    Each setting is tried by itself, then the two that help most are tried together.
+    The choice of all settings comes first if it differs. Each setting is tried by itself, then the
+    two that help most are tried together.
     """
-    singles = sorted(_try_all(plan, _candidates(base)), key=_merit, reverse=True)
-    helpful = [one for one in singles if one.is_better_than(base)]
-    joined = list[Planned]()
+    helpful = list[Planned]()
+    for one in _try_all(plan, _candidates(base)):
+        if one.is_better_than(base):
+            helpful.append(one)
+            if one.fits:
+                yield one
     if len(helpful) > 1:
-        best, second = helpful[:2]
-        both = _try_all(plan, [_join(best.arguments, second.arguments)])
-        joined = [one for one in both if one.is_better_than(best)]
-    fitting = [one for one in (*joined, *helpful) if one.fits]
-    return sorted(fitting, key=_rate, reverse=True)[:_MOST]
+        best, second = sorted(helpful, key=_merit, reverse=True)[:2]
+        for one in _try_all(plan, [_join(best.arguments, second.arguments)]):
+            if one.fits and one.is_better_than(best):
+                yield one
 
 
-_rate, _merit = attrgetter("rate"), attrgetter("merit")
+_merit = attrgetter("merit")
 
 
 def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
@@ -106,8 +120,18 @@ def _join(arguments: _Arguments, more: _Arguments) -> _Arguments:
 
 
 def _candidates(base: Planned) -> Iterator[_Arguments]:
-    """Yield single settings that train the same."""
+    """Yield settings that train the same: all that may be chosen, then single ones; where nothing
+    fits, adapters, too.
+    """
     job, degrees = base.checked.job, base.estimate.degrees
+    best = base.chosen.best
+    larger = base.chosen.choice.larger
+    if larger is not None:
+        yield (f"--training.global_batch_size={larger.batch}",)
+    if dict(best.values) != {key: get_value(job, key) for key in best.values}:
+        yield tuple(f"--{key}={value}" for key, value in best.values.items())
+    if not base.fits:
+        yield from _adapters(job)
     training, model, per_node = (
         job.training,
         base.checked.model_config,
@@ -115,23 +139,34 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
     )
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         yield ("--model.attention_backend=varlen",)
-    yield from (
-        (f"--activation_checkpoint.mode={m}",) for m in MODES if m != job.activation_checkpoint.mode
-    )
-    sizes = (training.local_batch_size * 2, training.local_batch_size // 2)
-    yield from ((f"--training.local_batch_size={size}",) for size in sizes if size)
+    open_ones = base.chosen.choice.values
+    if "activation_checkpoint.mode" not in open_ones:
+        modes = (m for m in MODES if m != job.activation_checkpoint.mode)
+        yield from ((f"--activation_checkpoint.mode={mode}",) for mode in modes)
+    if "training.local_batch_size" not in open_ones:
+        sizes = (training.local_batch_size * 2, training.local_batch_size // 2)
+        yield from ((f"--training.local_batch_size={size}",) for size in sizes if size)
     if base.estimate.trace.micro_batches > 1 and not job.parallelism.fsdp_once_per_step:
         yield (f"{_PARALLELISM}fsdp_once_per_step=true",)
-    if model.num_experts:
+    if model.num_experts and f"{_PARALLELISM[2:]}expert_parallel_degree" not in open_ones:
         widths = {1, min(per_node, degrees.fsdp * degrees.tp)} - {degrees.ep}
         yield from ((f"{_PARALLELISM}expert_parallel_degree={ep}",) for ep in sorted(widths))
-    nodes = degrees.world_size // per_node
-    if nodes > 1 and degrees.dp_replicate != nodes:
-        yield f"{_PARALLELISM}data_parallel_replicate_degree={nodes}", _THE_REST
     if degrees.world_size > 1 and degrees.tp == 1:
         yield f"{_PARALLELISM}tensor_parallel_degree=2", _THE_REST
     if degrees.world_size > 1 and training.seq_len >= 2 * _SHORTEST_PIECE * degrees.cp:
         yield f"{_PARALLELISM}context_parallel_degree={2 * degrees.cp}", _THE_REST
+
+
+def _adapters(job: JobConfig) -> Iterator[_Arguments]:
+    """Yield adapters, then in fewer bits, then of attention alone."""
+    rank = () if job.lora.rank else ("--lora.rank=16",)
+    if rank:
+        yield rank
+    bits = () if job.lora.base_dtype in BLOCK_SIZES else ("--lora.base_dtype=nf4",)
+    if bits:
+        yield (*rank, *bits)
+    if not job.lora.targets:
+        yield (*rank, *bits, "--lora.targets=q_proj,k_proj,v_proj,o_proj")
 
 
 def sweep(

@@ -1,6 +1,6 @@
 """The plan as text. The verdict has at most 12 lines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titanlite.base.text import format_memory, format_table
 from titanlite.features.estimate.estimate import Estimate
@@ -8,6 +8,8 @@ from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, TEMPORARIES, UNITS
 
 _MOST_SWEPT = 15
+_WORTH = 1.05  # times as fast: less is not named as the best
+_ROW = "{:<10}  {:<16}  {:<6}  {}"
 _EXPLAINED = {
     GRADIENTS: "sharded, as many as are there at that moment",
     ACTIVATIONS: "made by forwards: kept for backward, or of the layer or head at work",
@@ -21,10 +23,9 @@ def render_verdict(
     weights: str,
     sizes: str,
     tokens: float | None,
-    proposals: Sequence[Planned] | None,
 ) -> str:
-    """Render whether it fits, what bounds it, how fast it is, how long it takes, and what to
-    change.
+    """Render whether it fits, what bounds it, how fast it is, how long it takes, what was chosen,
+    and what is best.
     """
     estimate, job = base.estimate, base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
@@ -54,26 +55,42 @@ def render_verdict(
         f"{mfu * estimate.expected_rate:.1%}); at best {_rate(estimate.best_rate)} "
         f"({mfu * estimate.best_rate:.1%})",
         _length(estimate, training.steps if not training.epochs else 0, tokens),
+        *_choices(base, tokens or float(training.steps * estimate.tokens)),
     ]
+    return "\n".join(lines)
+
+
+def _choices(base: Planned, tokens: float) -> Iterator[str]:
+    """Yield a line with what was chosen, and one with what would be if nothing were written."""
+    given, best = base.chosen
+    if given.values:
+        yield f"chosen    {given}"
+    rate = base.rate * best.rate / given.rate if given.rate else 0.0
+    if best.fits and (rate > _WORTH * base.rate or not base.fits):
+        hours = _hours(tokens / rate / base.estimate.degrees.world_size / 3600)
+        yield f"best      about {_rate(rate)} per GPU, {hours}: {best}"
+
+
+def render_proposals(base: Planned, proposals: Iterable[Planned] | None) -> Iterator[str]:
+    """Yield the lines of proposals, each when it is found."""
+    estimate = base.estimate
     if proposals is None:
-        return "\n".join(
-            [*lines, "to change: not looked at, which would take minutes here; --proposals does"]
-        )
-    if not proposals:
-        found = (
-            "nothing that is faster by 2%"
-            if estimate.fits
-            else "nothing that fits; take more GPUs or --lora.rank=16"
-        )
-        return "\n".join([*lines, f"to change: {found}; --sweep tries all degrees"])
-    rows = [("memory", "expected", "", "to change")]
-    for one in proposals:
+        yield "to change: not looked at, which would take minutes here; --proposals does"
+        return
+    found = 0
+    for found, one in enumerate(proposals, start=1):
+        if found == 1:
+            yield _ROW.format("memory", "expected", "", "to change")
         faster = f"{one.rate / estimate.expected_rate - 1:+.0%}" if estimate.fits else "fits"
         settings = " ".join(one.arguments)
         if one.estimate.tokens != estimate.tokens:
             settings += f"  (steps of {one.estimate.tokens:,} tokens)"
-        rows.append((format_memory(one.estimate.memory.total), _rate(one.rate), faster, settings))
-    return "\n".join([*lines, format_table(rows, "")])
+        memory = format_memory(one.estimate.memory.total)
+        yield _ROW.format(memory, _rate(one.rate), faster, settings)
+    if not found:
+        what = "nothing that is faster by 2%" if estimate.fits else "nothing that fits"
+        more = "--sweep tries all degrees" if estimate.fits else "take more GPUs"
+        yield f"to change: {what}; {more}"
 
 
 def _verdict(estimate: Estimate, no: str) -> str:

@@ -1,0 +1,213 @@
+"""Settings that are not written, chosen for the GPUs: the fastest expected ones that fit, for the
+same batch. The choice never changes what is trained.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from titanlite.base.errors import ConfigError
+from titanlite.base.process import read_ranks_here
+from titanlite.base.text import format_memory
+from titanlite.checkpoint.train_state import Progress
+from titanlite.config import JobConfig
+from titanlite.config.parallelism import (
+    CHOSEN,
+    Degrees,
+    check_parallelism,
+    resolve_degrees,
+    resolve_global_batch_size,
+    set_values,
+)
+from titanlite.config.settings import get_settings, get_value
+from titanlite.features.choice.formula import Setup, Sizes, count_bytes, count_seconds, measure
+from titanlite.features.choice.hardware import DEFAULT_GPU, Hardware, get_hardware
+from titanlite.models.families import part_sizes
+from titanlite.models.interface import Model
+from titanlite.preflight import Checked
+
+_MARGIN = 0.05  # of the memory, left free by a choice
+_MUCH = 1.15  # times as fast: a larger batch is worth a word
+_NEARLY = 0.93  # times as fast as with the largest batch
+_LARGER = (2, 4, 8, 16)
+_SHORTEST_PIECE = 4096  # tokens of a sequence that a rank of context parallelism keeps at least
+_REPLICATE, _CONTEXT, _EXPERT, _LOCAL, _MODE = CHOSEN
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of settings, and what they give by the closed form.
+
+    Attributes:
+        values: by key.
+        rate: tokens per second and GPU.
+        nbytes: held by a rank at the fullest moment.
+        batch: sequences of a step.
+        fits: leaving 5 % of the memory free.
+        larger: the choice for a batch of 2 to 16 times as many sequences, the smallest that is
+            nearly as fast as the largest; None: it is not much faster.
+    """
+
+    values: Mapping[str, int | str]
+    rate: float = 0.0
+    nbytes: float = 0.0
+    batch: int = 0
+    fits: bool = True
+    larger: "Choice | None" = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.values.items())
+
+    def of_mesh(self) -> "Choice":
+        """Return the choice without what depends on the batch of a step."""
+        values = {key: self.values[key] for key in self.values if key not in (_LOCAL, _MODE)}
+        return replace(self, values=values)
+
+
+def find_hardware(device: torch.device) -> Hardware | None:
+    """Return the GPU of this rank; None on CPU, for which nothing is chosen.
+
+    A GPU that is not in the table has the rates of the default one, and its own memory.
+    """
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    try:
+        hardware = get_hardware(found.name)
+    except ConfigError:
+        hardware = get_hardware(DEFAULT_GPU)
+    return replace(
+        hardware,
+        name=found.name,
+        memory_bytes=found.total_memory,
+        gpus_per_node=read_ranks_here(),
+    )
+
+
+def keep_choice(checked: Checked, progress: Progress) -> Choice | None:
+    """Return what the run that is resumed has chosen; None: it has chosen for other ranks or
+    another batch, or its checkpoint does not say what.
+    """
+    saved, kinds, ranks = progress.identity, get_settings(), checked.degrees.world_size
+    if progress.world_size != ranks or any(key not in saved for key in checked.unwritten):
+        return None
+    kept = Choice({key: kinds[key].kind(saved[key]) for key in checked.unwritten})
+    taken = take(checked, kept)
+    parts = part_sizes(checked.model_config)
+    problems = check_parallelism(taken.job, checked.model_config, taken.degrees, parts)
+    return None if problems else kept
+
+
+def take(checked: Checked, choice: Choice) -> Checked:
+    """Return `checked` with the settings of `choice`."""
+    job = set_values(checked.job, choice.values)
+    degrees = resolve_degrees(job.parallelism, checked.degrees.world_size)
+    left = tuple(key for key in checked.unwritten if key not in choice.values)
+    return replace(checked, job=job, degrees=degrees, unwritten=left)
+
+
+def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None = None) -> Choice:
+    """Choose the settings that are not written. In one process.
+
+    Args:
+        model: unsharded, on meta.
+        batch: sequences of a step on all ranks; None: those of the configuration, and if it has
+            none as if each sequence held one example.
+    """
+    if batch is None:
+        batch = resolve_global_batch_size(checked.job, checked.degrees.dp)
+    sizes = measure(model, checked.job)
+
+    def find_best(batch: int) -> Choice:
+        return max(_find_all(checked, sizes, hardware, batch), key=_merit)
+
+    chosen = find_best(batch)
+    larger = [find_best(batch * factor) for factor in _LARGER]
+    most = max(one.rate for one in larger if one.fits) if larger[-1].fits else 0.0
+    enough = next(one for one in larger if one.rate >= _NEARLY * most)
+    is_much_faster = enough.fits and enough.rate > _MUCH * chosen.rate
+    return replace(chosen, larger=enough if is_much_faster else None)
+
+
+def describe(choice: Choice, hardware: Hardware) -> str:
+    """Return what was chosen, why, and what it gives, in a line."""
+    why = "the fastest expected" if choice.fits else "THE LEAST MEMORY, AND PERHAPS TOO MUCH,"
+    text = (
+        f"{choice}: {why} for steps of {choice.batch} sequences, about {choice.rate:,.0f} tokens/s "
+        f"per GPU and {format_memory(choice.nbytes)} of {format_memory(hardware.usable_bytes)}"
+    )
+    if (larger := choice.larger) is None:
+        return text
+    batch = f"training.global_batch_size = {larger.batch}"
+    return f"{text}; with {batch} about {larger.rate:,.0f} tokens/s"
+
+
+def _merit(choice: Choice) -> tuple[bool, float]:
+    return choice.fits, choice.rate if choice.fits else -choice.nbytes
+
+
+def _find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> Iterator[Choice]:
+    """Yield every legal combination of what is not written, for steps of `batch` sequences."""
+    job, ranks = checked.job, checked.degrees.world_size
+    parts = part_sizes(checked.model_config)
+    usable = hardware.usable_bytes * (1 - _MARGIN)
+    options = {key: [get_value(job, key)] for key in CHOSEN}
+    listed = _list_options(job, ranks, hardware)
+    options |= {key: listed[key] for key in checked.unwritten if key in listed}
+    for replicate, context, expert, mode in product(
+        options[_REPLICATE], options[_CONTEXT], options[_EXPERT], options[_MODE]
+    ):
+        values = {_REPLICATE: replicate, _CONTEXT: context, _EXPERT: expert, _MODE: mode}
+        try:
+            degrees = resolve_degrees(set_values(job, values).parallelism, ranks)
+        except ConfigError:
+            continue
+        if batch % degrees.dp:
+            continue
+        share = batch // degrees.dp
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        for local in divisors if _LOCAL in checked.unwritten else options[_LOCAL]:
+            each = values | {_LOCAL: local}
+            changed = set_values(job, each | {"training.global_batch_size": batch})
+            if check_parallelism(changed, checked.model_config, degrees, parts):
+                continue
+            setup = _set_up(changed, degrees, share // int(local))
+            nbytes = count_bytes(sizes, setup)
+            seconds = count_seconds(sizes, setup, hardware)
+            if job.training.global_batch_size == -1 and int(local) * degrees.dp != batch:
+                each |= {"training.global_batch_size": batch}
+            found = {
+                key: each[key] for key in each if key not in CHOSEN or key in checked.unwritten
+            }
+            yield Choice(
+                values=found,
+                rate=setup.step_tokens / seconds / degrees.ranks_per_sequence,
+                nbytes=nbytes,
+                batch=batch,
+                fits=nbytes <= usable,
+            )
+
+
+def _list_options(job: JobConfig, ranks: int, hardware: Hardware) -> dict[str, list[int | str]]:
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    nodes = max(ranks // hardware.gpus_per_node, 1)
+    longest = job.training.seq_len // _SHORTEST_PIECE
+    return {
+        _REPLICATE: sorted({1, nodes}),
+        _CONTEXT: [n for n in divisors if n == 1 or n <= longest],
+        _EXPERT: [*divisors],
+        _MODE: ["none", "selective", "full"],
+    }
+
+
+def _set_up(job: JobConfig, degrees: Degrees, micro_batches: int) -> Setup:
+    return Setup(
+        degrees=degrees,
+        mode=job.activation_checkpoint.mode,
+        seq_len=job.training.seq_len,
+        local_batch_size=job.training.local_batch_size,
+        micro_batches=micro_batches,
+        is_offloaded=job.training.enable_cpu_offload,
+    )

@@ -1,0 +1,279 @@
+"""Memory and time of an optimizer step in closed form, in a millisecond: good enough to choose by.
+
+The command `plan` traces the step instead. The factors here are fitted to its traces of Llama 3,
+Qwen3, Qwen3-MoE, GLM-4.5 and DeepSeek-V3; `scripts/bench/choices.py` compares the two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from titanlite.config import JobConfig
+from titanlite.config.parallelism import Degrees
+from titanlite.features.choice.hardware import (
+    COLLECTIVE_S,
+    KERNEL_S,
+    LAUNCH_S,
+    LINKS,
+    Hardware,
+)
+from titanlite.materialize.layout import encoding_of, num_values
+from titanlite.models.interface import Model, is_adapter
+from titanlite.models.moe import is_routed
+
+_HALF = 2  # bytes of a value in bfloat16
+_FULL = 4
+_LOSS_CHUNK = 4096  # tokens whose logits are there at the same time
+_LOGIT_BYTES = 5.6  # held for a logit, and its gradient
+_LOGIT_TRAFFIC = 12  # moved for a logit
+_UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
+_GATHER_COPIES, _REDUCE_COPIES = 6, 8  # bytes that FSDP copies for a gathered value
+_OPTIMIZER_BYTES = 40  # moved for a trained value by clipping and AdamW
+_GRADIENT_BYTES, _SUM_BYTES = 14, 12  # moved for its gradient, and where micro-batches add up
+# kernels of a layer without recomputation; more of experts, of their exchange, of casts at dp = 1
+_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_CASTS = 85, 45, 25, 40
+_AGAIN = {"none": 0.0, "selective": 0.1, "full": 0.35}  # of a forward's kernels, run again
+_STATES = 3  # features that a delta net keeps for one that attention does
+_MEAN_WAYS = 3  # passes of an elementwise operator: forward, and two in backward
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Values of one kind of weights, of all layers together or outside of them."""
+
+    values: int = 0
+    trained: int = 0
+    stored: int = 0  # bytes
+    gathered: int = 0  # bytes, as FSDP gathers them and kernels read them
+    encoded: int = 0  # values that are decoded wherever they are used
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, as far as memory and time depend on them."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    dense: Weights  # in layers
+    experts: Weights
+    outside: Weights  # embedding and head
+    attention_width: int  # features of all layers that attention keeps; the same of feed-forward
+    mlp_width: int
+    expert_width: int  # features of one expert of each layer
+    core_flops: int  # forward, per token, where tokens meet
+
+
+def measure(model: Model, job: JobConfig) -> Sizes:
+    """Return the sizes of `model`, unsharded and on meta."""
+    config, layers = model.config, model.all_layers()
+    layered = {param for layer in layers for param in layer.parameters()}
+    kinds: dict[str, list[tuple[str, nn.Parameter]]] = {"dense": [], "experts": [], "outside": []}
+    for name, param in model.named_parameters():
+        kind = "outside" if param not in layered else "experts" if is_routed(name) else "dense"
+        kinds[kind].append((name, param))
+    attention, mlp = 0, 0
+    for name, param in kinds["dense"]:
+        if param.dim() == 2 and not is_adapter(name):
+            rows, columns = param.shape[0], num_values(param) // param.shape[0]
+            # a layer's result is kept once, as the residual stream
+            width = columns if rows == config.hidden_size else rows
+            if "mlp" in name:
+                mlp += width
+            else:
+                attention += width * (_STATES if "linear_attn" in name else 1)
+    experts = _add_up(kinds["experts"])
+    return Sizes(
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        dense=_add_up(kinds["dense"]),
+        experts=experts,
+        outside=_add_up(kinds["outside"]),
+        attention_width=attention,
+        mlp_width=mlp,
+        expert_width=experts.values // max(config.num_experts, 1) // config.hidden_size,
+        core_flops=sum(model.core_flops(job.training.seq_len)),
+    )
+
+
+def _add_up(named: list[tuple[str, nn.Parameter]]) -> Weights:
+    values = trained = stored = gathered = encoded = 0
+    for _, param in named:
+        count = num_values(param)
+        values += count
+        stored += param.nbytes
+        gathered += min(param.nbytes, count * _HALF)
+        trained += count * param.requires_grad
+        encoded += count * (encoding_of(param) is not None)
+    return Weights(values, trained, stored, gathered, encoded)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration of a run, as far as memory and time depend on it."""
+
+    degrees: Degrees
+    mode: str  # of recomputation
+    seq_len: int
+    local_batch_size: int
+    micro_batches: int
+    is_offloaded: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank."""
+        ranks = self.degrees.ranks_per_sequence
+        return self.local_batch_size * self.seq_len // ranks
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step per rank."""
+        return self.tokens * self.micro_batches // self.degrees.pp
+
+
+def count_bytes(sizes: Sizes, setup: Setup) -> float:
+    """Return the bytes that a rank holds at the fullest moment of a step."""
+    degrees, tokens = setup.degrees, setup.tokens
+    dense_ranks, expert_ranks = degrees.fsdp * degrees.tp, degrees.efsdp * degrees.ep
+    layers = max(sizes.num_layers / degrees.pp, 1)
+    weights = optimizer = 0.0
+    for kind, ranks in (
+        (sizes.dense, dense_ranks * degrees.pp),
+        (sizes.experts, expert_ranks * degrees.pp),
+        (sizes.outside, dense_ranks),
+    ):
+        weights += kind.stored / ranks
+        optimizer += kind.trained * _FULL / ranks
+    states, gradients = weights + 2 * optimizer, optimizer
+    if setup.is_offloaded:
+        states = gradients = 0
+    local_experts = sizes.experts.gathered / degrees.ep / sizes.num_layers
+    copies, unit = 0.0, sizes.dense.gathered / degrees.tp / sizes.num_layers
+    if degrees.experts_on_own_mesh and degrees.efsdp == 1:
+        copies = local_experts * layers * (sizes.experts.encoded == 0)
+        one = unit
+    else:
+        one = unit + local_experts
+    is_split = degrees.fsdp > 1
+    outside = sizes.outside.gathered / degrees.tp / 2
+    units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
+    kept, whole = _kept(sizes, setup, setup.mode), _kept(sizes, setup, "none")
+    kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
+    logits = min(tokens, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
+    head = logits + 3 * outside
+    work = units + (1 + is_split) * outside + 1.5 * whole * tokens
+    if setup.micro_batches > 1:
+        peak = gradients + kept + max(head, work)
+    else:
+        peak = max(kept + max(head, work), gradients + work)
+    return states + copies + peak
+
+
+def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
+    """Return the bytes that a layer keeps of a token for its backward."""
+    hidden, layers = sizes.hidden_size, sizes.num_layers
+    if mode == "full":
+        return _HALF * hidden
+    attention, mlp = sizes.attention_width / layers, sizes.mlp_width / layers
+    experts = sizes.expert_width / layers * sizes.top_k
+    split = setup.degrees.tp
+    if mode == "selective":
+        features = 4 * hidden + (1.4 * attention + 0.67 * mlp) / split + experts * 0.6
+    else:
+        features = 4 * hidden + (1.5 * attention + mlp) / split + experts * 0.67
+    return _HALF * (features + _rows_sent(sizes, setup.degrees.ep) * hidden)
+
+
+def _rows_sent(sizes: Sizes, ep: int) -> float:
+    """Return how many ranks of expert parallelism a token is sent to."""
+    return ep * (1 - (1 - 1 / ep) ** sizes.top_k) if ep > 1 else 0.0
+
+
+def count_seconds(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
+    """Return the expected seconds of a step."""
+    degrees = setup.degrees
+    trained = (sizes.dense.trained + sizes.outside.trained) / (degrees.fsdp * degrees.tp)
+    trained += sizes.experts.trained / (degrees.efsdp * degrees.ep)
+    one = _GRADIENT_BYTES + _SUM_BYTES * (setup.micro_batches > 1)
+    gradients = trained * one / hardware.rate("memory")
+    step = setup.micro_batches * (_micro_batch_s(sizes, setup, hardware, gradients))
+    once = trained * _OPTIMIZER_BYTES / hardware.rate("optimizer")
+    ranks = range(0, degrees.stage_size, degrees.stage_size // degrees.dp_replicate)
+    once += _link_s(hardware, "all_reduce", ranks, trained * _FULL)
+    return (step / (1 - degrees.waiting(setup.micro_batches)) + once) / degrees.pp
+
+
+def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: float) -> float:
+    """Return the seconds of a micro-batch, of all pipeline stages together.
+
+    As in a plan, kernels run one after the other, and FSDP's collectives and the host's launches
+    next to them, in forward and in backward by themselves.
+    """
+    degrees, tokens, tp, ep = setup.degrees, setup.tokens, setup.degrees.tp, setup.degrees.ep
+    memory, elementwise = hardware.rate("memory"), hardware.rate("elementwise")
+    kernels, backward = 0.0, gradients
+    for weights, share, rate, split in (
+        (sizes.dense, 1.0, "dense", tp),
+        (sizes.experts, sizes.top_k / max(sizes.num_experts, 1), _rate_of_experts(sizes), ep),
+        (sizes.outside, 0.5, "dense", tp),  # of embedding and head, one multiplies
+    ):
+        flops = 2 * weights.values * share * tokens / (tp if rate == "dense" else 1)
+        read = weights.values * _HALF / split
+        busy = max(flops / hardware.rate(rate), read / memory)
+        kernels += busy
+        backward += busy * (1 + (weights.trained > 0))
+    core = sizes.core_flops / tp * tokens / hardware.rate("flash")
+    widths = 45 * sizes.hidden_size * sizes.num_layers + 2 * sizes.expert_width * sizes.top_k
+    widths += (3 * sizes.attention_width + 6 * sizes.mlp_width) / tp
+    moved = _HALF * widths * tokens / elementwise / _MEAN_WAYS
+    decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
+    sent = _rows_sent(sizes, ep) * sizes.hidden_size * _HALF * tokens * sizes.num_layers
+    exchange = 1.5 * _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
+    exchange += 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
+    kernels += core + moved + decoded + exchange
+    backward += 2.5 * core + 2 * moved + decoded + exchange
+    backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
+    if setup.mode == "full":
+        backward += kernels
+    elif setup.mode == "selective":
+        backward += 0.7 * moved
+    links = reduced = 0.0
+    for weights, ranks, split in _shards(sizes, degrees):
+        gathered = weights.gathered / split
+        links += _link_s(hardware, "all_gather", ranks, gathered)
+        reduced += _link_s(hardware, "reduce_scatter", ranks, weights.trained * _FULL / split)
+        kernels += 1.5 * gathered / memory
+        backward += (1.5 * gathered + weights.trained / split * _REDUCE_COPIES) / memory
+    launches = _KERNELS + _OF_CASTS * (degrees.fsdp == 1)
+    launches += _OF_EXPERTS * (sizes.num_experts > 0) + _OF_EXCHANGE * (ep > 1)
+    first = launches * sizes.num_layers / _MEAN_WAYS
+    later = first * (2 + _AGAIN[setup.mode])
+    return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
+        backward + later * KERNEL_S, links + reduced, later * LAUNCH_S
+    )
+
+
+def _rate_of_experts(sizes: Sizes) -> str:
+    return "grouped wide" if sizes.expert_width >= 3 * 1024 * sizes.num_layers else "grouped"
+
+
+def _shards(sizes: Sizes, degrees: Degrees) -> Iterator[tuple[Weights, range, int]]:
+    """Yield kinds of weights with the ranks that FSDP shards them over, and what else splits
+    them.
+    """
+    dense = range(0, degrees.fsdp * degrees.tp, degrees.tp)
+    yield sizes.dense, dense, degrees.tp
+    yield sizes.outside, dense, degrees.tp
+    if not degrees.experts_on_own_mesh or degrees.efsdp > 1:
+        yield sizes.experts, range(0, degrees.efsdp * degrees.ep, degrees.ep), degrees.ep
+
+
+def _link_s(hardware: Hardware, kind: str, ranks: range, nbytes: float) -> float:
+    inside, outside = hardware.collective_s(kind, ranks, nbytes)
+    return (inside + outside) / LINKS
