@@ -28,7 +28,7 @@ from titanlite.models.families import part_sizes
 from titanlite.models.interface import Model
 from titanlite.preflight import Checked
 
-_MARGIN = 0.05  # of the memory, left free by a choice
+_MARGIN = 0.03  # of the memory, left free by a choice
 _MUCH = 1.15  # times as fast: a larger batch is worth a word
 _NEARLY = 0.93  # times as fast as with the largest batch
 _LARGER = (2, 4, 8, 16)
@@ -45,7 +45,7 @@ class Choice:
         rate: tokens per second and GPU.
         nbytes: held by a rank at the fullest moment.
         batch: sequences of a step.
-        fits: leaving 5 % of the memory free.
+        fits: leaving 3 % of the memory free.
         larger: the choice for a batch of 2 to 16 times as many sequences, the smallest that is
             nearly as fast as the largest; None: it is not much faster.
     """
@@ -121,7 +121,7 @@ def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None
     sizes = measure(model, checked.job)
 
     def find_best(batch: int) -> Choice:
-        return max(_find_all(checked, sizes, hardware, batch), key=_merit)
+        return max(find_all(checked, sizes, hardware, batch), key=_merit)
 
     chosen = find_best(batch)
     larger = [find_best(batch * factor) for factor in _LARGER]
@@ -148,7 +148,7 @@ def _merit(choice: Choice) -> tuple[bool, float]:
     return choice.fits, choice.rate if choice.fits else -choice.nbytes
 
 
-def _find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> Iterator[Choice]:
+def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> Iterator[Choice]:
     """Yield every legal combination of what is not written, for steps of `batch` sequences."""
     job, ranks = checked.job, checked.degrees.world_size
     parts = part_sizes(checked.model_config)

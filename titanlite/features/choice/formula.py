@@ -28,12 +28,14 @@ _LOSS_CHUNK = 4096  # tokens whose logits are there at the same time
 _LOGIT_BYTES = 5.6  # held for a logit, and its gradient
 _LOGIT_TRAFFIC = 12  # moved for a logit
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
-_GATHER_COPIES, _REDUCE_COPIES = 6, 8  # bytes that FSDP copies for a gathered value
+# moves of a gathered value by FSDP in each direction, and bytes moved for its gradient
+_GATHER_COPIES, _REDUCE_COPIES = 1.5, 12
 _OPTIMIZER_BYTES = 40  # moved for a trained value by clipping and AdamW
 _GRADIENT_BYTES, _SUM_BYTES = 14, 12  # moved for its gradient, and where micro-batches add up
 # kernels of a layer without recomputation; more of experts, of their exchange, of casts at dp = 1
 _KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_CASTS = 85, 45, 25, 40
-_AGAIN = {"none": 0.0, "selective": 0.1, "full": 0.35}  # of a forward's kernels, run again
+_FORWARD = 0.4  # of these, in forward
+_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.12}  # and run again in backward
 _STATES = 3  # features that a delta net keeps for one that attention does
 _MEAN_WAYS = 3  # passes of an elementwise operator: forward, and two in backward
 
@@ -234,8 +236,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
     moved = _HALF * widths * tokens / elementwise / _MEAN_WAYS
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
     sent = _rows_sent(sizes, ep) * sizes.hidden_size * _HALF * tokens * sizes.num_layers
-    exchange = 1.5 * _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
-    exchange += 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
+    # of four exchanges kernels wait for three
+    beside = _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
+    exchange = 1.5 * beside + 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
     kernels += core + moved + decoded + exchange
     backward += 2.5 * core + 2 * moved + decoded + exchange
     backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
@@ -248,14 +251,14 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
         gathered = weights.gathered / split
         links += _link_s(hardware, "all_gather", ranks, gathered)
         reduced += _link_s(hardware, "reduce_scatter", ranks, weights.trained * _FULL / split)
-        kernels += 1.5 * gathered / memory
-        backward += (1.5 * gathered + weights.trained / split * _REDUCE_COPIES) / memory
+        kernels += _GATHER_COPIES * gathered / memory
+        backward += (_GATHER_COPIES * gathered + weights.trained / split * _REDUCE_COPIES) / memory
     launches = _KERNELS + _OF_CASTS * (degrees.fsdp == 1)
     launches += _OF_EXPERTS * (sizes.num_experts > 0) + _OF_EXCHANGE * (ep > 1)
-    first = launches * sizes.num_layers / _MEAN_WAYS
-    later = first * (2 + _AGAIN[setup.mode])
+    launches *= sizes.num_layers
+    first, later = _FORWARD * launches, (1 - _FORWARD + _AGAIN[setup.mode]) * launches
     return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
-        backward + later * KERNEL_S, links + reduced, later * LAUNCH_S
+        backward + later * KERNEL_S, links + reduced + beside, later * LAUNCH_S
     )
 
 

@@ -1,0 +1,105 @@
+"""Settings that are chosen: which, for which batch, and which ones are left as they are written."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titanlite.assemble import choose_for
+from titanlite.checkpoint.train_state import Progress
+from titanlite.config.load import CODE, Reader
+from titanlite.config.parallelism import CHOSEN
+from titanlite.config.settings import get_value
+from titanlite.features.choice.choose import describe, find_hardware, keep_choice, take
+from titanlite.features.choice.hardware import get_hardware
+from titanlite.metrics.run_folder import get_identity
+from titanlite.preflight import check
+
+MOE = ("--model.name=qwen3_moe", "--model.flavor=30B-A3B")
+LONG = ("--training.seq_len=4096",)
+H100, H200 = get_hardware("h100"), get_hardware("h200")
+
+
+def checked(*overrides, ranks=8):
+    reader = Reader()
+    reader.read_arguments(["--config", CODE, *MOE, "--data.dataset=stdlib", *overrides])
+    return check(reader.finish(None), ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "hardware", "expected"),
+    [
+        # two sequences at a time, nothing computed again
+        (["--training.global_batch_size=16"], 8, H100, "none"),
+        # four times as many tokens have room without recomputation on 141 GB, and not on 80 GB
+        ([*LONG, "--training.global_batch_size=32"], 8, H200, "none"),
+        ([*LONG, "--training.global_batch_size=32"], 8, H100, "full"),
+    ],
+    ids=["16 sequences", "141 GB", "80 GB"],
+)
+def test_the_choice(overrides, ranks, hardware, expected):
+    job = checked(*overrides, ranks=ranks)
+    choice = choose_for(job, hardware)
+    assert choice == choose_for(job, hardware), "every rank may compute it"
+    assert choice.fits and choice.nbytes < 0.97 * hardware.usable_bytes
+    assert choice.values["activation_checkpoint.mode"] == expected
+    taken = take(job, choice)
+    training, before = taken.job.training, job.job.training
+    assert not taken.unwritten and training.global_batch_size == before.global_batch_size
+    assert training.global_batch_size % (training.local_batch_size * taken.degrees.dp) == 0
+    assert f"about {choice.rate:,.0f} tokens/s per GPU" in describe(choice, hardware)
+
+
+WRITTEN = {
+    "parallelism.data_parallel_replicate_degree": 2,
+    "parallelism.context_parallel_degree": 2,
+    "parallelism.expert_parallel_degree": 2,
+    "training.local_batch_size": 1,
+    "activation_checkpoint.mode": "full",
+}
+
+
+@pytest.mark.parametrize("key", CHOSEN)
+def test_written_settings_win(key):
+    job = checked(f"--{key}={WRITTEN[key]}", "--training.global_batch_size=16")
+    assert set(job.unwritten) == set(CHOSEN) - {key}
+    choice = choose_for(job, H100)
+    assert key not in choice.values
+    assert get_value(take(job, choice).job, key) == WRITTEN[key]
+
+
+def test_the_batch_of_a_step_is_kept_and_a_larger_one_named():
+    """One sequence for each rank where none is set; with more, weights are gathered less often."""
+    choice = choose_for(checked(), H100)
+    assert choice.batch == 8 and choice.values["training.local_batch_size"] == 1
+    assert choice.larger is not None and choice.larger.batch > 8
+    assert choice.larger.rate > 1.15 * choice.rate
+    text = (
+        f"with training.global_batch_size = {choice.larger.batch} about {choice.larger.rate:,.0f}"
+    )
+    assert text in describe(choice, H100)
+    assert choose_for(checked("--training.global_batch_size=512"), H100).larger is None
+
+
+def test_what_fits_nowhere_is_as_small_as_it_can_be():
+    choice = choose_for(checked(ranks=2), H100)
+    assert not choice.fits and choice.nbytes > H100.usable_bytes
+    assert "PERHAPS TOO MUCH" in describe(choice, H100)
+
+
+def test_a_run_that_resumes_keeps_its_choice():
+    job = checked("--training.global_batch_size=16")
+    chosen = take(job, choose_for(job, H100))
+    progress = Progress(1, 16, "", 8, {}, identity=get_identity(chosen.job))
+    kept = keep_choice(job, progress)
+    assert kept is not None and take(job, kept) == chosen
+    assert keep_choice(job, replace(progress, world_size=4)) is None, "other ranks choose anew"
+    other = checked("--training.global_batch_size=8")
+    assert keep_choice(other, progress) is None, "two at a time on 8 ranks are no batch of 8"
+    assert keep_choice(job, replace(progress, identity={})) is None
+
+
+def test_nothing_is_chosen_on_cpu():
+    assert find_hardware(torch.device("cpu")) is None
+    job = checked()
+    assert {key: get_value(job.job, key) for key in CHOSEN} == CHOSEN
