@@ -236,14 +236,14 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
     moved = _HALF * widths * tokens / elementwise / _MEAN_WAYS
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
     sent = _rows_sent(sizes, ep) * sizes.hidden_size * _HALF * tokens * sizes.num_layers
-    # of four exchanges kernels wait for three
+    # of four exchanges kernels wait for three, and one runs beside them; two if run again
     beside = _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
     exchange = 1.5 * beside + 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
     kernels += core + moved + decoded + exchange
     backward += 2.5 * core + 2 * moved + decoded + exchange
     backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
     if setup.mode == "full":
-        backward += kernels
+        backward += kernels - exchange
     elif setup.mode == "selective":
         backward += 0.7 * moved
     links = reduced = 0.0
@@ -258,7 +258,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
     launches *= sizes.num_layers
     first, later = _FORWARD * launches, (1 - _FORWARD + _AGAIN[setup.mode]) * launches
     return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
-        backward + later * KERNEL_S, links + reduced + beside, later * LAUNCH_S
+        backward + later * KERNEL_S,
+        links + reduced + beside * (1 + (setup.mode == "full")),
+        later * LAUNCH_S,
     )
 
 

@@ -52,7 +52,7 @@ _OBJECTIVES = {
     "dpo": ("--data.dataset=examples", "--training.objective=dpo"),
 }
 _MANY_LAYERS = 24
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
 
 
@@ -124,9 +124,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_count(text: str) -> float:
-    """Parse a number of tokens: 2e9, 2B, 500 M. ValueError: it is none."""
-    number, unit = re.fullmatch(r"(.*?)\s*([kmbtg]?)", text.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    return float(number.replace(",", "")) * _SCALES[unit]
+    """Parse a number of tokens: 2e9, 2B, 500 M. ConfigError: it is none."""
+    match = re.fullmatch(r"([\d.,]+(?:e\+?\d+)?)\s*([kmbt]?)", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"--tokens={text}: not a number. Write --tokens=2e9, or --tokens=2B.")
+    return float(match[1].replace(",", "")) * _SCALES[match[2]]
 
 
 def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
