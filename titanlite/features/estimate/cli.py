@@ -136,7 +136,7 @@ def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
     wanted = text.strip().lower()
     if match := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", wanted):
         return int(match[1]), match[2]
-    if match := re.fullmatch(r"(.*[a-z].*?)\s*[x*:]\s*(\d+)", wanted):
+    if match := re.fullmatch(r"(.*\d.*?)\s*[x*:]\s*(\d+)", wanted):
         return int(match[2]), match[1]
     return (int(wanted), gpu) if wanted.isdecimal() else (1, wanted)
 
