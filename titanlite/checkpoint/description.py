@@ -26,6 +26,7 @@ from titanlite.models.families.config_json import (
     load_config_and_class,
     save_config,
 )
+from titanlite.models.families.family import TEXT_CONFIG
 
 # Ids by their names in config.json, such as `eos_token_id`.
 TokenIds = Mapping[str, int | None]
@@ -41,6 +42,7 @@ _PROCESSOR_FILES = (
 )
 # Keys that are not taken over from the original config.json: titanlite writes its own values.
 _REPLACED_KEYS = {
+    *("model_type", "architectures", "dtype"),
     *("quantization_config", "transformers_version", "torch_dtype"),
     *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
     "num_local_experts",  # the other name of a number of experts
@@ -71,11 +73,41 @@ def describe_model(
         if end_of_turn_ids:
             _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
         if assets is not None and isinstance(config, TransformersConfig):
-            for name in _PROCESSOR_FILES:
-                if (assets / name).exists() and not (folder / name).exists():
-                    shutil.copyfile(assets / name, folder / name)
+            _copy_processor(assets, folder)
 
     return render("the description of the model", write)
+
+
+def describe_larger(
+    text: Mapping[str, Any], config: ModelConfig, folder: Path, dtype: torch.dtype
+) -> dict[str, bytes]:
+    """Return the files of a larger model in place of that with the config.json `text`, its text
+    model; `folder` has the weights of both. Nothing if its config.json describes no larger one.
+    """
+    larger = family_of(config).larger
+    original = read_json(folder / "config.json", str(folder))
+    if larger is None or original.get("model_type") != larger.name:
+        return {}
+    values = {
+        **_without_replaced(original),
+        TEXT_CONFIG: {**text, "architectures": None},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "architectures": [larger.architecture],
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+    def write(out: Path) -> None:
+        with saving_as(f"config.json (from {folder})"):
+            save_config(get_config_class(larger.name)(**values), out)
+        _copy_processor(folder, out)
+
+    return render("the description of the model", write)
+
+
+def _copy_processor(assets: Path, folder: Path) -> None:
+    for name in _PROCESSOR_FILES:
+        if (assets / name).exists() and not (folder / name).exists():
+            shutil.copyfile(assets / name, folder / name)
 
 
 @cache
@@ -148,17 +180,22 @@ def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) ->
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
     family = family_of(config)
-    if original.get("model_type") not in (family.name, *family.aliases):
+    if family.is_in_larger(original):
+        original = {"model_type": family.name, **(original.get(TEXT_CONFIG) or {})}
+    if original.get("model_type") not in family.model_types:
         original = {}
     ours = family.to_hf(config, original)
-    replaced = {"model_type", "architectures", "dtype", *_REPLACED_KEYS}
-    base = {key: value for key, value in original.items() if key not in replaced}
+    base = _without_replaced(original)
     # Entries per layer are derived anew.
     if (count := original.get("num_hidden_layers")) != config.num_layers:
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
         if "max_window_layers" in base:
             base["max_window_layers"] = config.num_layers
     return {**token_ids, **base, **ours}
+
+
+def _without_replaced(original: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in original.items() if key not in _REPLACED_KEYS}
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +32,11 @@ from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
     SIDECAR_FILE,
+    Layout,
     Piece,
     checkpoint_pieces,
     explain_unexpected,
+    find_layout,
     find_passengers,
     is_sidecar,
     whole,
@@ -65,7 +66,6 @@ from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
 _SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
-_FUSED = re.compile(r"model\.layers\.\d+\..*\.experts\.gate_up_proj")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _FLAG, _OVERRIDE = (
     "tie_word_embeddings",
@@ -173,10 +173,11 @@ class HFCheckpoint:
     def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
         self.name = f"checkpoint {folder}"
         self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
-        self._folder = folder
+        self.folder = folder
         self._config = config
         self._family = family_of(config)
-        self.stored = with_base_prefix(stored, self._family.other_prefix)
+        self.stored = with_base_prefix(stored)
+        self.layout = find_layout(self.stored.tensors, self._family)
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
@@ -189,7 +190,7 @@ class HFCheckpoint:
         claims: list[tuple[str, Source | Unfit]] = []
         placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         used: set[str] = set()
-        self.reader = SafetensorsReader(self._folder, placed, self.stored.file_bytes)
+        self.reader = SafetensorsReader(self.folder, placed, self.stored.file_bytes)
         all_pieces = {
             name: self._pieces(name, info.shape)
             for name, info in tensors.items()
@@ -246,10 +247,10 @@ class HFCheckpoint:
         it is tied to.
         """
         places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
-        for key in (_HEAD, _EMBEDDING):
+        for key in (_HEAD, self.layout.key(_EMBEDDING)):
             shape = self.stored.tensors[key].shape
             places[key] = shape, self._place(whole(key, shape), set(), [])
-        reader = SafetensorsReader(self._folder, places, self.stored.file_bytes)
+        reader = SafetensorsReader(self.folder, places, self.stored.file_bytes)
         reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
         return (
             {}
@@ -266,8 +267,9 @@ class HFCheckpoint:
 
     def _pieces_in_model(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Return the pieces in the model's own files; any family's experts may be fused there."""
-        fused = name in self.stored.tensors
-        return list(checkpoint_pieces(name, shape, self._config, fused=fused))
+        is_fused = self.layout.key(name) in self.stored.tensors
+        layout = replace(self.layout, is_fused=is_fused)
+        return list(checkpoint_pieces(name, shape, self._config, layout))
 
     def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
         stored = self.stored.tensors[piece.key]
@@ -327,15 +329,14 @@ class NativeFormat:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._fused = False
+        self.layout = Layout()
 
     def sources(self, folder: str, stored: Stored) -> "HFCheckpoint":
-        """Return the weights `stored` in `folder`; saving takes over how experts are stored."""
+        """Return the weights `stored` in `folder`; saving takes over its layout."""
         checkpoint = HFCheckpoint(folder, stored, self._config)
-        if family_of(self._config).keeps_fused_experts:
-            self._fused = any(_FUSED.fullmatch(key) for key in checkpoint.stored.tensors)
-        is_tied = self._config.tie_word_embeddings
-        if is_tied and {_HEAD, _EMBEDDING} <= checkpoint.stored.tensors.keys():
+        self.layout = checkpoint.layout
+        both = {_HEAD, self.layout.key(_EMBEDDING)}
+        if self._config.tie_word_embeddings and both <= checkpoint.stored.tensors.keys():
             checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint
 
@@ -344,7 +345,7 @@ class NativeFormat:
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[Piece]:
         """Return the checkpoint tensors that the run-time tensor `name` is saved as."""
-        return checkpoint_pieces(name, shape, self._config, fused=self._fused)
+        return checkpoint_pieces(name, shape, self._config, self.layout)
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
         family = family_of(self._config)

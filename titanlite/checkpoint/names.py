@@ -12,9 +12,9 @@ _BASE, _EMBEDDING = "model.", "model.embed_tokens.weight"
 _BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the native decoder, all but the head
 
 
-def with_base_prefix(stored: Stored, other: str = "") -> Stored:
+def with_base_prefix(stored: Stored) -> Stored:
     """Return `stored` with the native decoder's names, where the prefix of its base model is
-    missing, doubled, or the `other` one.
+    missing or doubled.
 
     `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
     removes the prefix where that gives a name of the model.
@@ -23,9 +23,6 @@ def with_base_prefix(stored: Stored, other: str = "") -> Stored:
         names = {key: _BASE + key for key in stored.tensors if key.startswith(_BASE_PARTS)}
     elif _BASE + _EMBEDDING in stored.tensors:
         names = {key: key.removeprefix(_BASE) for key in stored.tensors}
-    elif other and other + _EMBEDDING.removeprefix(_BASE) in stored.tensors:
-        mine = (key for key in stored.tensors if key.startswith(other))
-        names = {key: _BASE + key.removeprefix(other) for key in mine}
     else:
         return stored
     tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.tensors.items()]

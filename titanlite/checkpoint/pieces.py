@@ -2,8 +2,8 @@
 under which key.
 
 Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart,
-or fused as in memory; the router's bias has the family's own name, or none; and a family may have
-rows in another order.
+or fused as in memory; the router's bias has the family's own name, or none; a family may have rows
+in another order, and names of a larger model that it is a part of.
 """
 
 import re
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titanlite.config.model import ModelConfig
+from titanlite.config.model import AnyModelConfig, ModelConfig
 from titanlite.materialize import Region
 from titanlite.models.families import family_of
 from titanlite.models.families.family import Family
@@ -29,6 +29,32 @@ _PART = re.compile(
     r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\."
 )
 PREDICTION_KEY = "eh_proj.weight"
+
+
+BASE = "model."  # prefix of the run-time names of all but the head
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Form of a model's files: the prefix of its base model there, and whether all experts of a
+    layer are one tensor.
+    """
+
+    prefix: str = BASE
+    is_fused: bool = False
+
+    def key(self, name: str) -> str:
+        """Return the key under which the run-time tensor or module `name` is stored."""
+        return self.prefix + name.removeprefix(BASE) if name.startswith(BASE) else name
+
+
+def find_layout(keys: Collection[str], family: Family) -> Layout:
+    """Return the layout of the files with these `keys`."""
+    larger = family.larger
+    is_part = larger is not None and any(key.startswith(larger.prefix) for key in keys)
+    prefix = larger.prefix if larger is not None and is_part else BASE
+    experts = re.compile(re.escape(prefix) + r"layers\.\d+\..*\.experts\.gate_up_proj")
+    return Layout(prefix, family.keeps_fused_experts and any(map(experts.fullmatch, keys)))
 
 
 @dataclass(frozen=True)
@@ -55,21 +81,18 @@ def whole(key: str, shape: tuple[int, ...]) -> Piece:
 
 
 def checkpoint_pieces(
-    name: str, shape: tuple[int, ...], config: ModelConfig, *, fused: bool = False
+    name: str, shape: tuple[int, ...], config: ModelConfig, layout: Layout
 ) -> Iterator[Piece]:
     """Yield the checkpoint tensors that together store the run-time tensor `name` of global
-    `shape`; `fused` experts are stored as they are in memory.
+    `shape`, in files of this `layout`.
     """
     family = family_of(config)
-    prefix, _, leaf = name.rpartition(".")
+    key = layout.key(name)
+    prefix, _, leaf = key.rpartition(".")
     if rows := list(stored_rows(name, config)):
-        row = 0
-        for start, count in rows:
-            region = Region((start, *[0] * (len(shape) - 1)), (count, *shape[1:]))
-            yield Piece(name, shape, region, row)
-            row += count
-    elif fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
-        yield whole(name, shape)
+        yield from in_rows(key, shape, rows)
+    elif layout.is_fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
+        yield whole(key, shape)
     elif leaf == "gate_up_proj" and len(shape) == 3:
         half, width = shape[1] // 2, shape[2]
         for expert in range(shape[0]):
@@ -84,15 +107,26 @@ def checkpoint_pieces(
         yield whole(
             f"{prefix}.{family.expert_bias_key}"
             if leaf == "expert_bias" and family.expert_bias_key
-            else name,
+            else key,
             shape,
         )
 
 
-def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
+def in_rows(key: str, shape: tuple[int, ...], rows: Iterable[tuple[int, int]]) -> Iterator[Piece]:
+    """Yield a tensor under one key, whose `rows` are as those of `stored_rows`."""
+    row = 0
+    for start, count in rows:
+        region = Region((start, *[0] * (len(shape) - 1)), (count, *shape[1:]))
+        yield Piece(key, shape, region, row)
+        row += count
+
+
+def stored_rows(name: str, config: AnyModelConfig) -> Iterable[tuple[int, int]]:
     """Return the rows of the run-time tensor `name` in the order in which they are stored (first
     row, number of rows); nothing where that is their order in memory.
     """
+    if not isinstance(config, ModelConfig):
+        return ()
     orders = family_of(config).row_orders
     return next((order(config) for key, order in orders.items() if re.search(key, name)), ())
 

@@ -29,12 +29,20 @@ from titanlite.base.files import render
 from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
 from titanlite.base.text import format_size, list_names
+from titanlite.checkpoint.description import describe_larger
 from titanlite.checkpoint.folder import FP8, StoredTensor, companions, find_scale, shown
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.pieces import MASTER_PREFIX, PREDICTION_KEY, bytes_of, part_of, whole
+from titanlite.checkpoint.pieces import (
+    BASE,
+    MASTER_PREFIX,
+    PREDICTION_KEY,
+    bytes_of,
+    part_of,
+    whole,
+)
 from titanlite.checkpoint.reader import SafetensorsReader, opened, place, read_bytes
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.materialize import ReadRequest, Region, SourceProvider
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import save_config
@@ -94,6 +102,8 @@ class CarriedTensors:
             source.stored.block,
         )
         tensors: Mapping[str, StoredTensor] = source.stored.tensors
+        is_part = isinstance(config, ModelConfig) and source.layout.prefix != BASE
+        self._larger = Path(source.folder) if is_part else None  # folder of the model it is part of
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
         self._scales = self._take_scales()
@@ -140,6 +150,10 @@ class CarriedTensors:
             return render(
                 "the description of the model", lambda folder: save_config(larger, folder)
             )
+        if self._larger is not None and (
+            files := describe_larger(table, self._config, self._larger, self._dtype)
+        ):
+            return files
         if (key := family_of(self._config).mtp_key) is None:
             return {}
         table[key] = sum(part_of(name) + PREDICTION_KEY == name for name in self._stored)

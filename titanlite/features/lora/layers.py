@@ -20,7 +20,6 @@ from torch import nn
 
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.text import list_names, split_patterns
-from titanlite.checkpoint.pieces import stored_rows
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection
 from titanlite.features.transformers.experts import use_titanlite_experts
@@ -238,8 +237,6 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Return what can have an adapter by name, as (module, weight): linear layers except the output
     head, with "" for the weight, and the experts' weights.
-
-    Those whose rows are stored in another order are left out: peft has adapters in that order.
     """
     experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
     layers: set[nn.Module] = set()
@@ -247,9 +244,6 @@ def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
         layers = {module for layer in model.decoder_layers() for module in layer.modules()}
     for name, module in root_of(model).named_modules():
         own = isinstance(module, Linear) and not isinstance(module, OutputHead)
-        config = getattr(model, "config", None)
-        if isinstance(config, ModelConfig) and [*stored_rows(f"{name}.weight", config)]:
-            continue
         if own or (module in layers and type(module) is nn.Linear):  # no subclass
             found[name] = name, ""
         found |= {f"{name}.{weight}": (name, weight) for weight in experts.get(name, ())}

@@ -4,7 +4,7 @@ at a time.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +15,8 @@ from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.pieces import stored_rows, whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.config.model import ModelConfig
 from titanlite.features.lora.layers import adaptable_experts
-from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, read_adapter
+from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, layout_of, read_adapter
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import (
     Read,
@@ -49,21 +48,16 @@ class MergedSource:
 
     def __init__(self, source: SourceProvider, folder: Path, model: Model) -> None:
         self.name, self.complete = source.name, source.complete
-        self._source, self._folder, self._transposed = source, folder, _transposed_experts(model)
+        self._source, self._folder, self._model = source, folder, model
         self._stored, self._config = read_adapter(folder)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         # no weights of their own to add to
         self._tied = names - {name for name, _ in model.named_parameters()}
-        if isinstance(model.config, ModelConfig):
-            # nor those whose adapters peft would have with rows in another order
-            self._tied |= {name for name in names if [*stored_rows(name, model.config)]}
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         own = {name: info for name, info in tensors.items() if name not in self._tied}
         shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
-        corrections = _Corrections(
-            self._folder, self._stored, self._config, shapes, self._transposed
-        )
+        corrections = _Corrections(self._folder, self._stored, self._config, shapes, self._model)
         readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
         for name, source in self._source(tensors):
             if isinstance(source, Read):
@@ -75,8 +69,7 @@ class MergedSource:
 
 
 class _Corrections:
-    """The corrections to weights of these global shapes, by name; experts named in `transposed` are
-    (E, in, out).
+    """The corrections to weights of `model` of these global shapes, by name.
 
     Reads one pair of matrices at a time.
     """
@@ -87,20 +80,20 @@ class _Corrections:
         stored: Stored,
         config: AdapterConfig,
         shapes: Mapping[str, tuple[int, ...]],
-        transposed: Collection[str],
+        model: Model,
     ) -> None:
-        self._scaling, self._stored, self._shapes, self._transposed = (
-            config.scaling,
-            stored,
-            shapes,
-            transposed,
-        )
+        self._scaling, self._stored, self._shapes = config.scaling, stored, shapes
+        self._transposed = _transposed_experts(model)  # experts (E, in, out)
+        self._config = model.config
         self._pairs: dict[str, list[str]] = {}
         weights, modules, problems = (
             _weights_by_module(shapes, config.target_parameters),
             dict[str, str](),
             list[str](),
         )
+        # `peft` may have loaded the larger model, or its text model alone
+        key_of = layout_of(model).key
+        weights |= {key_of(module): name for module, name in weights.items()}
         for key in stored.tensors:
             if (match := _KEY.fullmatch(key)) is None:
                 problems.append(f"{key}: is no LoRA adapter.")
@@ -161,6 +154,9 @@ class _Corrections:
         self._reader.read_quietly(
             [ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)]
         )
+        if rows := list(stored_rows(name, self._config)):
+            in_memory = torch.cat([torch.arange(start, start + count) for start, count in rows])
+            b = torch.empty_like(b).index_copy_(0, in_memory, b)
         if len(self._shapes[name]) == 2:
             return a, b
         num_experts = self._shapes[name][0]

@@ -30,8 +30,9 @@ from titanlite.checkpoint.folder import (
     read_headers,
     read_json,
 )
-from titanlite.checkpoint.hf_model import HFFormat
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.hf_model import HFFormat, format_of
+from titanlite.checkpoint.pieces import Layout, Piece, in_rows, stored_rows
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.model import ModelSection
@@ -72,6 +73,13 @@ class AdapterPlace:
     key: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    rows: Sequence[tuple[int, int]] = ()  # as those of `stored_rows`
+
+    def pieces(self, shape: tuple[int, ...]) -> Iterable[Piece]:
+        """Return the parts of the run-time tensor of global `shape`, as they follow on disk."""
+        region = self.stored_region(Region((0,) * len(shape), shape))
+        whole = [Piece(self.key, self.shape, region)]
+        return in_rows(self.key, self.shape, self.rows) if self.rows else whole
 
     def stored_region(self, region: Region) -> Region:
         return Region(
@@ -80,17 +88,26 @@ class AdapterPlace:
         )
 
 
-def adapter_place(name: str, shape: tuple[int, ...], names: Iterable[str]) -> AdapterPlace:
+def layout_of(model: Any) -> Layout:
+    """Return the layout of the files that `model` was read from; of transformers' class its own."""
+    return getattr(format_of(model), "layout", Layout())
+
+
+def adapter_place(
+    name: str, shape: tuple[int, ...], names: Iterable[str], model: Any
+) -> AdapterPlace:
     """Return the place of the adapter `name` of global `shape`; `names` are those of all adapters
-    of the model.
+    of the `model`.
     """
-    match = _EXPERT_ADAPTER.fullmatch(name)
+    match, key_of = _EXPERT_ADAPTER.fullmatch(name), layout_of(model).key
     if match is None:
         module, _, leaf = name.rpartition(".")
-        return AdapterPlace(f"{PREFIX}{module}.{leaf}.weight", shape, tuple(range(len(shape))))
+        key = f"{PREFIX}{key_of(module)}.{leaf}.weight"
+        rows = [*stored_rows(f"{module}.weight", model.config)] if leaf == "lora_B" else []
+        return AdapterPlace(key, shape, tuple(range(len(shape))), rows)
     module, which, leaf = match.groups()
     inner = ".base_layer" if which != "down" and f"{module}.down_{leaf}" in names else ""
-    key = f"{PREFIX}{module}{inner}.{leaf}.weight"
+    key = f"{PREFIX}{key_of(module)}{inner}.{leaf}.weight"
     if leaf == "lora_A":
         return AdapterPlace(key, (shape[0] * shape[1], shape[2]), (0, 1, 2))
     return AdapterPlace(key, (shape[1], shape[2] * shape[0]), (1, 2, 0))
@@ -105,10 +122,10 @@ def _name_of_base(folder: str) -> tuple[str, str]:
 
 
 def adapter_checkpoint(
-    folder: Path, section: LoRASection, base: str = "", *, key: str = ""
+    folder: Path, section: LoRASection, model: Model, base: str = "", *, key: str = ""
 ) -> "AdapterCheckpoint":
-    """Return the adapters in `folder` as a source for `materialize`, next to the one of the model
-    in the folder `base`.
+    """Return the adapters in `folder` as a source for `materialize(model)`, next to the one of the
+    model in the folder `base`.
 
     Warns if they were trained on a model of another name. `key` is the setting that asks for them;
     without one they are of the run to resume.
@@ -142,7 +159,7 @@ def adapter_checkpoint(
             )
         return stored
 
-    return AdapterCheckpoint(str(folder), on_first_rank(read))
+    return AdapterCheckpoint(str(folder), on_first_rank(read), model)
 
 
 @dataclass(frozen=True)
@@ -224,9 +241,9 @@ class AdapterCheckpoint:
 
     complete = False
 
-    def __init__(self, folder: str, stored: Stored) -> None:
+    def __init__(self, folder: str, stored: Stored, model: Model) -> None:
         self.name = f"checkpoint {folder}"
-        self._folder, self._stored = folder, stored
+        self._folder, self._stored, self._model = folder, stored, model
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
@@ -237,26 +254,33 @@ class AdapterCheckpoint:
         )
         left = dict.fromkeys(self._stored.tensors)
         for name, info in adapters.items():
-            place = adapter_place(name, info.shape, adapters)
-            left.pop(place.key, None)
-            tensor = self._stored.tensors.get(place.key)
+            stored = adapter_place(name, info.shape, adapters, self._model)
+            left.pop(stored.key, None)
+            tensor = self._stored.tensors.get(stored.key)
             if tensor is None:
                 yield (
                     name,
                     Unfit(
-                        f"missing, {self.name} does not have {place.key}. Was lora.targets changed?"
+                        f"missing, {self.name} does not have {stored.key}. "
+                        "Was lora.targets changed?"
                     ),
                 )
-            elif tensor.shape != place.shape:
+            elif tensor.shape != stored.shape:
                 reason = (
-                    f"{self.name} has {place.key} with shape {tensor.shape}, the model expects "
-                    f"{place.shape}."
+                    f"{self.name} has {stored.key} with shape {tensor.shape}, the model expects "
+                    f"{stored.shape}."
                 )
                 yield name, Unfit(f"{reason} Was lora.rank changed?")
             else:
-                whole = Region((0,) * len(info.shape), info.shape)
-                placed[name] = (info.shape, [Placed(tensor, place.stored_region(whole))])
-                places[name] = place
+                placed[name] = (
+                    info.shape,
+                    [
+                        part
+                        for piece in stored.pieces(info.shape)
+                        for part in place(tensor, piece.region, {}, None, piece.row)
+                    ],
+                )
+                places[name] = stored
                 yield name, Read(reader, name, info.shape)
         for key in left:
             reason = f"unexpected, {self.name} has it and the model has no such adapter."
@@ -301,13 +325,14 @@ class PeftFormat(HFFormat):
         if section.init_from:
             sources.append(
                 adapter_checkpoint(
-                    Path(section.init_from), section, self.base, key="lora.init_from"
+                    Path(section.init_from), section, model, self.base, key="lora.init_from"
                 )
             )
         return sources
 
     def sources(self, folder: Path, model: Model) -> list[SourceProvider]:
-        return [*super().initial_sources(model), adapter_checkpoint(folder, self._lora, self.base)]
+        base = super().initial_sources(model)
+        return [*base, adapter_checkpoint(folder, self._lora, model, self.base)]
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         return adapter_files(plan)
@@ -349,17 +374,14 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     for entry, share in zip(
         entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
     ):
-        place = adapter_place(entry.fqn, entry.info.shape, names)
-        whole = Region((0,) * len(entry.info.shape), entry.info.shape)
+        stored = adapter_place(entry.fqn, entry.info.shape, names, plan.model)
         # A copy only where dims change places: B of experts.
-        local = local_of(entry.tensor).permute(place.order).contiguous()
-        items.append(
-            Item(
-                *(place.key, entry.dtype, place.stored_region(whole), place.shape, local),
-                *(place.stored_region(entry.region), share.mine),
-                name=entry.fqn,
-            )
-        )
+        local = local_of(entry.tensor).permute(stored.order).contiguous()
+        region = stored.stored_region(entry.region)
+        items += [
+            Item.of(piece, entry.dtype, local, region, share.mine, entry.fqn)
+            for piece in stored.pieces(entry.info.shape)
+        ]
     # One file whatever its size: peft does not know another.
     return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
 
@@ -416,6 +438,9 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
     # peft looks at all modules: a short name must not mean one that has no adapter here.
     others = (name for name, module in root_of(model).named_modules() if module._parameters)
     modules |= {name: False for name in others if name not in possible and name not in experts}
+    key_of = layout_of(model).key
+    modules = {key_of(name): is_target for name, is_target in modules.items()}
+    parameters = {key_of(name): is_target for name, is_target in parameters.items()}
     leaf_of = {name: name.rpartition(".")[2] for name in modules}
     suffix_of = {name: _LAYER.sub("", name) for name in parameters}
     return _shorten(modules, leaf_of), _shorten(parameters, suffix_of)

@@ -74,7 +74,7 @@ def use_family(name: str) -> str:
 
 def find_family(model_type: Any) -> Family | None:
     """Return the family that reads a config.json with this `model_type`; None: there is none."""
-    found = (each for each in families().values() if model_type in (each.name, *each.aliases))
+    found = (each for each in families().values() if model_type in each.model_types)
     return next(found, None)
 
 

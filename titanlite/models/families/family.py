@@ -64,6 +64,7 @@ DEBUG_EXPERTS = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_
 _KINDS: Mapping[str, Any] = {item.name: item.type for item in fields(ModelConfig)} | {
     "pad_token_id": int
 }
+TEXT_CONFIG = "text_config"  # key of the text model's part of a larger one's config.json
 # ModelConfig fields that may be null.
 _OPTIONAL = ("q_lora_rank", "pad_token_id")
 # Attributes of transformers' configuration that the decoder has in no other way.
@@ -241,6 +242,14 @@ def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any
     return replace(base, **dict(zip(names, sizes, strict=True)), **more)
 
 
+class Larger(NamedTuple):
+    """A model with other inputs too, such as images, that has the family as its text model."""
+
+    name: str  # Hugging Face `model_type`
+    architecture: str  # Hugging Face class
+    prefix: str  # of the text model's keys in checkpoints, in place of "model."
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family: a map between transformers' configuration and `ModelConfig`."""
@@ -276,10 +285,19 @@ class Family:
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
         default_factory=dict
     )
-    # Of the keys of the base model where it is a part of a larger one, in place of "model.".
-    other_prefix: str = ""
+    # The model of which it may be a part.
+    larger: Larger | None = None
     # True: a folder with all experts of a layer in one tensor is saved so, too.
     keeps_fused_experts: bool = False
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Return each `model_type` of a config.json that describes a model of the family."""
+        return (self.name, *self.aliases, *([self.larger.name] if self.larger else []))
+
+    def is_in_larger(self, hf: Mapping[str, Any]) -> bool:
+        """Return True if `hf`, the content of a config.json, describes the larger model."""
+        return self.larger is not None and hf.get("model_type") == self.larger.name
 
     def from_hf(self, hf: Mapping[str, Any], where: str) -> ModelConfig:
         """Return the sizes that transformers' class reads from `hf`, the content of a config.json;
@@ -290,8 +308,7 @@ class Family:
         Raises NotNativeError, for what the decoder cannot express, or ConfigError: transformers
         refuses a value, or nothing can compute with it.
         """
-        theirs = {"model_type": self.name, "architectures": [self.architecture]}
-        config = read_config({**hf, **theirs, "per_layer_config": None}, where)
+        hf, config = self._read(hf, where)
         # once more, as its model: a length beside the table counts for more than that in it
         config.standardize_rope_params()
         table = {
@@ -344,9 +361,27 @@ class Family:
             )
         return model
 
+    def _read(self, hf: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
+        """Return what `hf` says of the text model, and transformers' configuration of that."""
+        each = {"per_layer_config": None}
+        if not self.is_in_larger(hf):
+            theirs = {"model_type": self.name, "architectures": [self.architecture]}
+            return hf, read_config({**hf, **theirs, **each}, where)
+        text = hf.get(TEXT_CONFIG)
+        parts = {TEXT_CONFIG: {**text, **each}} if isinstance(text, Mapping) else {}
+        larger = read_config({**hf, **parts}, where)
+        config = larger.get_text_config()
+        config.tie_word_embeddings = larger.tie_word_embeddings  # which its class goes by
+        return {**hf, **(text or {})}, config
+
     def _find_unsupported(self, hf: Mapping[str, Any], config: Any) -> list[str]:
         """Return one message per feature that the native decoder does not implement."""
         lacking = []
+        if config.model_type != self.name:
+            lacking.append(
+                f"{TEXT_CONFIG}.model_type = {show(config.model_type)} is not supported by the "
+                f"native decoder, only {show(self.name)} is."
+            )
         for key, allowed in {**UNIVERSALLY_REQUIRED, **self.required}.items():
             value = getattr(config, key, allowed[0])
             if value not in allowed:

@@ -13,6 +13,7 @@ from titanlite.models.families.family import (
     DEBUG_SIZES,
     MOE_KEYS,
     Family,
+    Larger,
     preset,
 )
 from titanlite.models.families.parts import SEPARATE_GATED_DELTA
@@ -51,7 +52,7 @@ QWEN3_5 = Family(
     rotates_partially=True,
     rules=(HAS_INTERVAL,),
     layer=partial(mixed_layer, SEPARATE_GATED_DELTA),
-    other_prefix="model.language_model.",
+    larger=Larger("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model."),
     row_orders={r"\.linear_attn\.in_proj_qkv\.weight$": _rows_by_kind},
     presets={
         "debug": replace(_DENSE, **DEBUG_SIZES, **DEBUG_DELTA),
@@ -63,6 +64,7 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
+    larger=Larger("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model."),
     keys={
         key: name
         for key, name in {**QWEN3_5.keys, **MOE_KEYS, **SHARED_EXPERT_KEYS}.items()

@@ -80,8 +80,8 @@ def test_only_adapters_are_trained(tiny, family):
         expected = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     if family == "qwen3_next":
         expected |= {"in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"}
-    if family == "qwen3_5_text":  # not in_proj_qkv, whose rows are in another order on disk
-        expected |= {"in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
+    if family == "qwen3_5_text":
+        expected |= {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"}
     expected |= {"gate_proj", "up_proj", "down_proj"} if family != "qwen3_moe" else set()
     assert leaves == expected | ({"experts"} if config.num_experts else set())
 
@@ -228,9 +228,9 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
         again = build_decoder(config)
         apply_lora(again, section, torch.float32)
         with pytest.raises((CheckpointError, PlanError), match=problem):
-            materialize(again, "cpu", [adapter_checkpoint(folder, section)])
+            materialize(again, "cpu", [adapter_checkpoint(folder, section, again)])
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"
     ):
-        adapter_checkpoint(folder, SECTION)
+        adapter_checkpoint(folder, SECTION, model)

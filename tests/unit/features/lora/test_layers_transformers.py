@@ -88,7 +88,7 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, t
         commit_folder(folder, adapter_files(plan), rest)
 
     run_ranks(1, save)
-    again, _ = load(tmp_path / "base", section, hf, adapter_checkpoint(folder, section))
+    again, _ = load(tmp_path / "base", section, hf, adapter_checkpoint(folder, section, model))
     saved = dict(model.named_parameters())
     for key, param in again.named_parameters():
         assert torch.equal(param, saved[key]), key

@@ -127,7 +127,9 @@ def test_plain(base, tmp_path, settings):
     )
     model = build_decoder(model_config_from_hf(base))
     apply_lora(model, section, torch.float32)
-    continued = adapter_checkpoint(tmp_path / "adapter", section, str(base), key="lora.init_from")
+    continued = adapter_checkpoint(
+        tmp_path / "adapter", section, model, str(base), key="lora.init_from"
+    )
     materialize(model, "cpu", [weights_of(base, model), continued])
     with torch.no_grad():
         assert (model(tokens) - expected).norm() <= BOUND * expected.norm()
@@ -172,7 +174,10 @@ def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, va
     assert not (tmp_path / "merged").exists()
     with pytest.raises(CheckpointError):
         adapter_checkpoint(
-            tmp_path / "adapter", LoRASection(rank=4, alpha=12.0), key="lora.init_from"
+            tmp_path / "adapter",
+            LoRASection(rank=4, alpha=12.0),
+            build_decoder(model_config_from_hf(base)),
+            key="lora.init_from",
         )
 
 
