@@ -428,7 +428,8 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
         (
             job.data.dataset == "images" and not (is_transformers and model.takes_images),
             f'data.dataset = "images": {model.family} takes no images. Use an image-and-text '
-            "model.",
+            "model; if it is one, of which the native decoder computes the text alone, set "
+            'model.implementation = "transformers".',
         ),
         (
             total > 0 and total % batch,
