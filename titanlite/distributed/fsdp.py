@@ -9,6 +9,7 @@ global number of valid tokens, so that dense and expert gradients scale alike.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -282,22 +283,36 @@ class ExpertCopies:
             with torch.no_grad():
                 copy = local.to(self.dtype) if copy is None else copy.copy_(local)
             self.by_param[param] = copy, now
-        return _ReadCopy.apply(param, copy)
+        read = _ReadCopy.apply(param, copy)
+        if param.dtype == torch.float32:
+            read.find_total = partial(_find_total, param)  # for `moe_experts`
+        return read
+
+
+def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
+    """Return the local gradient of `param`, and whether it has values."""
+    has_values = param.grad is not None
+    if not has_values:
+        param.grad = sharded_like(param, torch.empty_like(local_of(param)))
+    return local_of(param.grad), has_values
 
 
 class _ReadCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: nn.Parameter, copy: torch.Tensor) -> torch.Tensor:
         ctx.param = param
+        ctx.set_materialize_grads(False)
         return copy.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
         """Add the gradient here and return none: autograd would cast it first, and add it in a
-        second pass.
+        second pass. A product that has added it by itself gives none.
         """
         param = ctx.param
+        if grad is None:
+            return None, None
         if param.grad is None:
             param.grad = sharded_like(param, grad.to(param.dtype))
         else:

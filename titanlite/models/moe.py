@@ -217,7 +217,8 @@ class Experts(Recomputable):
     Attributes:
         multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
             transposed. None: none.
-        read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`.
+        read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`, whose results have
+            gradients added to the parameter's own.
     """
 
     stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}

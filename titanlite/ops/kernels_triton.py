@@ -16,8 +16,9 @@ tiles, a band of row tiles by all columns at a time, so that programs that run s
 operands in the L2 cache. Rows from offsets[E - 1] on are one more group, E: nothing is multiplied,
 zeros are stored.
 
-Deterministic: one program owns each output element and adds in a fixed order; no atomics. Blackwell
-miscompiles two dots into one accumulator in a loop trip (triton #10821), so there are none.
+Deterministic: one program owns each output element, and adds in a fixed order; where that is one
+atomic addition to old values, it is the only one to its element. Blackwell miscompiles two dots
+into one accumulator in a loop trip (triton #10821), so there are none.
 
 Shapes: M rows, E groups, K reduction, N columns; C rows of logits, V columns.
 """
@@ -252,8 +253,11 @@ def wgrad_kernel(
     BAND: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
-    """dw[e, k, n] = sum over the rows m of group e of x[m, k] * dy[m, n]."""
+    """dw[e, k, n] = sum over the rows m of group e of x[m, k] * dy[m, n]; if ADDS, it is added to
+    what is there.
+    """
     k_tiles, col_tiles = tl.cdiv(K, BK), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), E * k_tiles * col_tiles, tl.num_programs(0)):
         group = tile // (k_tiles * col_tiles)
@@ -299,7 +303,11 @@ def wgrad_kernel(
                 acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dw_ptrs = dw_ptr + group.to(tl.int64) * stride_we + k[:, None].to(tl.int64) * stride_wk
         dw_ptrs += n[None, :].to(tl.int64) * stride_wn
-        tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+        mask = (k < K)[:, None] & (n < N)[None, :]
+        if ADDS:  # loaded first, the old values would take registers that there are not
+            tl.atomic_add(dw_ptrs, acc, mask=mask, sem="relaxed")
+        else:
+            tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

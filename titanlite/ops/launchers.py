@@ -152,14 +152,18 @@ def reduction_grouped_gemm(
     dy_rows_M: Tensor | None = None,
     *,
     k_major: bool = True,
+    out: Tensor | None = None,
+    adds: bool = False,
 ) -> Tensor:
     """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be
-    gathered.
+    gathered. It is written to `out`, or added to it, which is float32 then.
     """
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
-    dw = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
+    if out is None:
+        out = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
+    dw = out
     if not x.shape[0] or not dy.shape[0] or not dw.numel():
-        return dw.zero_()
+        return dw if adds else dw.zero_()
     unfenced = _is_unfenced(x)
     # On an H200, TMA wins more than a copy costs: 519 for 380 TFLOP/s.
     if unfenced or _tma_fits(x, dy):
@@ -178,7 +182,7 @@ def reduction_grouped_gemm(
         ]
     programs = E * triton.cdiv(K, tile.rows) * triton.cdiv(N, tile.cols)
     sizes = (N, K, E, x.stride(0), dy.stride(0), *dw.stride())
-    constants = {"BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "TMA": tma}
+    constants = {"BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "TMA": tma, "ADDS": adds}
     constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
         grid = (min(programs, _most_programs(x, tile)),)
@@ -186,6 +190,19 @@ def reduction_grouped_gemm(
             *operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants
         )
     return dw
+
+
+def grouped_mm_wgrad_into(
+    x: Tensor,
+    dy: Tensor,
+    offsets: Tensor,
+    total_ENK: Tensor,
+    adds: bool,
+    x_rows: Tensor | None,
+    dy_rows: Tensor | None,
+) -> None:
+    """Write the gradient of weights (E, N, K) to `total`, or add it."""
+    reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, out=total_ENK.mT, adds=adds)
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
-from titanlite.ops.kernels import has_triton, kernel_device
+from titanlite.ops.kernels import define_operator, has_triton, kernel_device
 
 # torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys
 # no other.
@@ -242,6 +242,14 @@ def grouped_mm(
     return y
 
 
+grouped_mm_wgrad_into = define_operator(
+    "grouped_mm_wgrad_into(Tensor x, Tensor dy, Tensor offsets, Tensor(a!) total, bool adds,"
+    " Tensor? x_rows, Tensor? dy_rows) -> ()",
+    "titanlite.ops.launchers",
+    lambda *operands: None,
+)
+
+
 @torch.library.custom_op("titanlite::grouped_mm_wgrad", mutates_args=())
 def grouped_mm_wgrad(
     x: torch.Tensor,
@@ -323,7 +331,7 @@ def _(x: Any, weight: Any, *rest: Any, **options: Any) -> int:
     return 2 * x[0] * x[1] * weight[2]
 
 
-@register_flop_formula(torch.ops.titanlite.grouped_mm_wgrad)
+@register_flop_formula([torch.ops.titanlite.grouped_mm_wgrad, grouped_mm_wgrad_into])
 def _(x: Any, dy: Any, *rest: Any, **options: Any) -> int:
     return 2 * max(x[0], dy[0]) * x[1] * dy[1]  # one of the two may have the rows of tokens
 

@@ -30,6 +30,7 @@ from titanlite.ops.matmul import (
     grouped_gemm,
     grouped_mm,
     grouped_mm_wgrad,
+    grouped_mm_wgrad_into,
     resolve_backend,
 )
 
@@ -146,7 +147,9 @@ def moe_experts(
     `offsets_E`, int32, is the end of each expert's rows; rows after the last end belong to none and
     add nothing. `token_R` and the float32 `row_weight_R` are the token of each row and the router's
     weight of it. `rows_Tk` are the rows of each token, summed in this order; R or more means no
-    row. `travel` is called in backward when a gradient is needed or can be sent.
+    row. `travel` is called in backward when a gradient is needed or can be sent. A weight may have
+    an attribute `find_total`, which returns a float32 tensor for its gradient, contiguous, and
+    whether to add to it; `triton` calls it then, and the weight gets no other gradient.
 
     Raises ValueError as `grouped_gemm`.
     """
@@ -159,9 +162,9 @@ def moe_experts(
         h_RI, z_R2I = gather_swiglu(x, gate_up, row_weight, token_R, offsets_E, keep)
         if travel is not None:
             travel.is_served = keep
-        anchor = (
-            _Experts.apply(*leaves, token_R, rows_Tk, offsets_E, z_R2I, travel) if keep else None
-        )
+        totals = [getattr(weight, "find_total", None) for weight in (gate_up_proj, down_proj)]
+        rest = (token_R, rows_Tk, offsets_E, z_R2I, totals, travel)
+        anchor = _Experts.apply(*leaves, *rest) if keep else None
         return _Results.apply(anchor, h_RI, down, rows_Tk, offsets_E)
     gate_up_R2I = grouped_gemm(
         permute_tokens(x_TD, token_R, rows_Tk), gate_up_proj.mT, offsets_E, backend
@@ -177,7 +180,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        *saved, ctx.travel = others  # as `backward` takes them
+        *saved, ctx.totals, ctx.travel = others  # as `backward` takes them
         ctx.save_for_backward(x, *saved)
         return x.new_empty(()).expand(x.shape)
 
@@ -197,12 +200,20 @@ class _Experts(torch.autograd.Function):
             if ctx.travel is not None:
                 ctx.travel.begin(dx)
         if need_down:
-            ddown = grouped_mm_wgrad(h, dout, offsets, True, "triton", None, token).mT
+            ddown = _sum_gradient(ctx.totals[1], h, dout, offsets, None, token)
         del h
         if need_gate_up:
-            dgate_up = grouped_mm_wgrad(x, dz, offsets, True, "triton", token).mT
+            dgate_up = _sum_gradient(ctx.totals[0], x, dz, offsets, token, None)
         drow_weight = drow_weight.to(row_weight.dtype) if need_row_weight else None
-        return dx, dgate_up, ddown, drow_weight, None, None, None, None, None
+        return dx, dgate_up, ddown, drow_weight, *[None] * 6
+
+
+def _sum_gradient(find_total: Any, x: Any, dy: Any, offsets: Any, *rows: Any) -> Tensor | None:
+    """Return the gradient of a weight, or put it into what `find_total` gives and return none."""
+    if find_total is None:
+        return grouped_mm_wgrad(x, dy, offsets, True, "triton", *rows).mT
+    grouped_mm_wgrad_into(x, dy, offsets, *find_total(), *rows)
+    return None
 
 
 class _Results(torch.autograd.Function):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.distributed.parallelize import checkpoint_operations
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm
@@ -364,3 +365,46 @@ def test_grouped_gemm_takes_the_backend():
         ValueError, match=r"grouped_gemm: backend 'triton' has no torch\.float64\. Use 'auto'"
     ):
         grouped_gemm(x.double(), weight.double(), offsets, "triton")
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_weights_are_added_to_float32(dtype, tma):
+    torch.manual_seed(0)
+    sizes = SIZES["uneven"]
+    x, dy = (torch.randn(sum(sizes), n).to(dtype).to(DEVICE) for n in (40, 24))
+    ends = list(itertools.accumulate(sizes))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    total = torch.full((len(sizes), 24, 40), float("nan"), device=DEVICE)
+    parts = [dy[s].double().T @ x[s].double() for s in slices(sizes)]
+    expected = torch.stack(parts)
+    with patch.object(kernels, "_tma_fits", lambda *tensors: tma):
+        for count in (1, 2, 3):
+            kernels.grouped_mm_wgrad_into(x, dy, offsets, total, count > 1, None, None)
+            assert error(total, count * expected) <= 2e-6  # not rounded to two bytes
+    none = torch.zeros_like(offsets)
+    kernels.grouped_mm_wgrad_into(x[:0], dy[:0], none, total, True, None, None)
+    assert error(total, 3 * expected) <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_experts_add_gradients_to_those_of_their_parameters(dtype):
+    """As three micro-batches do, against sums of what each gives alone."""
+    layer = ExpertLayer(SIZES["uneven"], 2, dtype, device=DEVICE)
+    x, *stored = (tensor.detach() for tensor in layer.inputs)
+    params = [torch.nn.Parameter(weight.float()) for weight in stored]
+    read, found = ExpertCopies(dtype), []
+    for _ in range(3):
+        weights = [read(param) for param in params]
+        out = moe_experts(x, *weights, *layer.arguments()[3:], "triton")
+        out.backward(layer.dout)
+        found.append([param.grad.clone() for param in params])
+    alone = [weight.clone().requires_grad_() for weight in stored]
+    out = moe_experts(x, *alone, *layer.arguments()[3:], "triton")
+    grads = torch.autograd.grad(out, alone, layer.dout)
+    for count, sums in enumerate(found, 1):
+        for actual, grad in zip(sums, grads, strict=True):
+            assert actual.dtype == torch.float32
+            assert error(actual, count * grad.double()) <= BOUNDS[dtype]
+    for first, last in zip(found[0], found[2], strict=True):
+        assert error(last, 3 * first.double()) <= 1e-6, "bfloat16 sums would be rounded"

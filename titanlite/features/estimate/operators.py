@@ -57,7 +57,7 @@ def _grouped(packet: Any, args: tuple[Any, ...]) -> str:
     first, second = (tensor.shape for tensor in args[:2])
     if packet is _own.gather_swiglu:
         narrow = min(second[2], second[1] // 2)
-    elif packet is _own.grouped_mm_wgrad:
+    elif packet in (_own.grouped_mm_wgrad, _own.grouped_mm_wgrad_into):
         narrow = min(first[1], second[1])
     else:
         narrow = min(second[1:])
@@ -75,6 +75,7 @@ _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
 GROUPED_OPS = {
     _own.grouped_mm,
     _own.grouped_mm_wgrad,
+    _own.grouped_mm_wgrad_into,
     _own.gather_swiglu,
     _own.gather_swiglu_backward,
 }
@@ -174,6 +175,7 @@ def _written(func: Any) -> dict[str, bool]:
 _KERNELS = {
     "titanlite::gather_swiglu_backward": 2,  # and its sum over columns
     "titanlite::grouped_mm_wgrad": 2,  # and a copy of rows
+    "titanlite::grouped_mm_wgrad_into": 2,
     "titanlite::planned_rms_norm_backward": 2,
     "titanlite::add_norm_backward": 2,  # and the sum of the weight's parts, as of the next ones
     "titanlite::gated_norm_backward": 2,
