@@ -89,7 +89,9 @@ def cases(arch: int) -> Iterator[Case]:
             ):
                 if name.startswith("wgrad"):
                     for gather in ("x", "dy") if name == "wgrad_gather" else (None,):
-                        yield _wgrad(f"{name} {dtype}", dtype, tiles[name], gather, tma=tma)
+                        for adds in (False, True):
+                            full = f"{name} {dtype}{' adds' if adds else ''}"
+                            yield _wgrad(full, dtype, tiles[name], gather, tma=tma, adds=adds)
                     continue
                 epilogue = {
                     "swiglu": kernels.SWIGLU,
@@ -290,12 +292,14 @@ def _rows(
     return Case(full, kernels.row_gemm_kernel, types, constants, tile, integers[1:3] + integers[4:])
 
 
-def _wgrad(name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma: bool) -> Case:
+def _wgrad(
+    name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma: bool, adds: bool
+) -> Case:
     integers = ("N", "K", "E", *(f"stride_{s}" for s in ("xm", "dm", "we", "wk", "wn")))
     types = {
         "x": f"tensordesc<{dtype}[{tile.depth}, {tile.rows}]>" if tma else f"*{dtype}",
         "dy": f"tensordesc<{dtype}[{tile.depth}, {tile.cols}]>" if tma else f"*{dtype}",
-        "dw_ptr": f"*{dtype}",
+        "dw_ptr": "*fp32" if adds else f"*{dtype}",
         "offsets_ptr": "*i32",
         **({f"{gather}_rows_ptr": "*i32"} if gather else {}),
         **dict.fromkeys(integers, "i32"),
@@ -307,6 +311,7 @@ def _wgrad(name: str, dtype: str, tile: launch.Tile, gather: str | None, *, tma:
         "BN": tile.cols,
         "BM": tile.depth,
         "BAND": 8,
+        "ADDS": adds,
         "TMA": tma,
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
     }

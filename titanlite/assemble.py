@@ -104,6 +104,7 @@ from titanlite.models.decoder import Decoder, build_decoder
 from titanlite.models.families import resolve_model_config
 from titanlite.models.interface import Model
 from titanlite.objective import NextToken, Objective
+from titanlite.ops.gated_delta import prefer_backend
 from titanlite.ops.kernels import use_triton
 from titanlite.optim.expert_bias import (
     advise_balancing,
@@ -510,6 +511,7 @@ def build_on_meta(run: Run) -> Model:
     """
     job, device = run.job, run.device
     use_triton(job.training.triton_kernels)
+    prefer_backend(job.model.delta_backend)
     model = build_unsharded(job, run.model_config, device.type)
     attention = choose_attention(job, run.model_config, device.type)
     model.configure(attention, job.moe, job.training.loss_chunk_tokens, device)

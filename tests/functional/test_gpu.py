@@ -14,9 +14,10 @@ from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.features.generate.generate import choose_tokens
-from titanlite.ops import group_by_expert, linear_cross_entropy, permute_tokens
+from titanlite.ops import elementwise, group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import build_attention_mask
+from titanlite.ops.delta_inputs import delta_inputs
 from titanlite.ops.gated_delta import find_triton_problem, gated_delta_rule, l2_norm
 from titanlite.ops.matmul import keep_float32, sum_over_rows, wide_linear
 from titanlite.ops.moe_experts import gather_sum
@@ -251,6 +252,103 @@ def test_gated_delta_kernels_have_the_values_of_torch_and_the_same_bits_in_every
         assert relative_error(actual, expected.double()) < 1e-2, name
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(run("triton"), first, strict=True))
+
+
+def angles(tokens, rotated):
+    frequencies = elementwise.inverse_frequencies(rotated, 1e6).cuda()
+    positions = torch.arange(tokens, device="cuda").unsqueeze(0)
+    return elementwise.rope_cos_sin(frequencies, positions, torch.bfloat16)
+
+
+def rotate(width, rotated, with_norms):
+    cos_sin = angles(4096, rotated)
+
+    def function(q, k, *weights):
+        inside = [x.to(q.dtype) for x in cos_sin]
+        return elementwise.rotate_heads(q[..., :width], k, inside, weights or None, 1e-6, 0.0)
+
+    weights = [randn(width), randn(width)] if with_norms else []
+    # a gate follows each query
+    return function, [randn(1, 4096, 16, 2 * width), randn(1, 4096, 2, width), *weights]
+
+
+def gate(x, projected, weight):
+    z = projected[..., 512:].unflatten(-1, (2, 128))
+    return elementwise.gated_rms_norm(x, z, weight, 1e-6)
+
+
+def convolve(documents):
+    def function(projected, taps):
+        # float64 has no kernels
+        backend = "auto" if projected.dtype == torch.bfloat16 else "torch"
+        return delta_inputs(projected[..., :512], taps, documents, 128, 128, backend)
+
+    return function
+
+
+FUSED = {
+    "add_norm": lambda: (
+        lambda *inputs: elementwise.add_rms_norm(*inputs, 1e-6, 1.0),
+        [randn(16384, 2048), randn(16384, 2048), randn(2048)],
+    ),
+    "rotation": lambda: rotate(128, 128, with_norms=False),
+    "norm and rotation": lambda: rotate(128, 128, with_norms=True),
+    "norm and partial rotation": lambda: rotate(256, 64, with_norms=True),
+    "norm and gate": lambda: (
+        gate,
+        [randn(1, 4096, 16, 2, 128), randn(1, 4096, 16, 768), randn(128)],
+    ),
+    "swiglu": lambda: (elementwise.swiglu_apart, [randn(4096, 12288), randn(4096, 12288)]),
+    "inputs of a delta net": lambda: (
+        convolve(torch.randint(20, (2, 2048 + 17), device="cuda").sort(1).values),
+        [randn(2, 2048 + 17, 16, 768), randn(16, 512, 4)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_have_the_values_of_float64_and_the_same_bits_in_every_run(name, monkeypatch):
+    torch.manual_seed(0)
+    function, inputs = FUSED[name]()
+    calls = []
+    choose = elementwise.takes_kernels
+    monkeypatch.setattr(
+        elementwise, "takes_kernels", lambda *x: calls.append(choose(*x)) or calls[-1]
+    )
+
+    def run(inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = function(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.manual_seed(1)
+        douts = [torch.randn(x.shape, device="cuda").bfloat16().to(x) for x in results]
+        return [*results, *torch.autograd.grad(results, leaves, douts)]
+
+    first, expected = run(inputs), run([x.double() for x in inputs])
+    assert calls in ([True, False], [])
+    for place, (actual, wanted) in enumerate(zip(first, expected, strict=True)):
+        assert relative_error(actual, wanted) < 5e-3, place
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run(inputs), first, strict=True))
+
+
+def test_gradients_of_experts_are_added_in_float32_with_the_same_bits_in_every_run():
+    torch.manual_seed(0)
+    sizes = torch.randint(400, (128,))
+    offsets = sizes.cumsum(0).int().cuda()
+    x, dy = randn(int(sizes.sum()), 2048), randn(int(sizes.sum()), 1536)
+    totals = []
+    for _ in range(20):
+        total = torch.empty(128, 1536, 2048, device="cuda")
+        for count in range(3):
+            kernels.grouped_mm_wgrad_into(x, dy, offsets, total, count > 0, None, None)
+        totals.append(total)
+        assert torch.equal(total, totals[0])
+        totals = totals[:1]
+    for expert in (0, 77, 127):
+        start, end = int(offsets[expert] - sizes[expert]), int(offsets[expert])
+        wanted = 3 * dy[start:end].double().T @ x[start:end].double()
+        assert relative_error(totals[0][expert], wanted) < 1e-5
 
 
 def test_tensors_of_more_than_two_to_the_31_elements():

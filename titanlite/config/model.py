@@ -294,6 +294,11 @@ class ModelSection:
         "parts are computed too. 'varlen': FlashAttention on each document, on CUDA in bfloat16; "
         "on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
+    delta_backend: Literal["auto", "triton", "torch", "fla"] = setting(
+        "auto",
+        "Kernels of a gated delta net. 'auto': 'triton', titanlite's, on Hopper in bfloat16, else "
+        "'torch'. 'fla': those of the package flash-linear-attention, on CUDA.",
+    )
     overrides: ModelOverrides = setting(  # type: ignore[valid-type]
         ModelOverrides, "Single sizes to change, for example num_layers = 4."
     )

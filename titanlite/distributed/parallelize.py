@@ -27,6 +27,7 @@ from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
 from titanlite.models.layers import Recomputable, kept
 from titanlite.ops.attention import AttentionBackend
+from titanlite.ops.gated_delta import import_fla
 from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
@@ -190,6 +191,11 @@ def check_device(job: JobConfig, device: torch.device) -> list[str]:
         problems.append(
             "moe.grouped_gemm = 'triton', but training.triton_kernels is false. Set one of them."
         )
+    if job.model.delta_backend == "fla":
+        try:
+            import_fla()
+        except ValueError as error:
+            problems.append(f"model.delta_backend: {error}")
     try:
         resolve_backend(job.moe.grouped_gemm, device, torch.float32)
     except ValueError as error:

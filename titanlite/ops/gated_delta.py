@@ -26,7 +26,6 @@ Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value
 """  # noqa: E501 - the equations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -46,17 +45,24 @@ _preferred: DeltaBackend = "auto"
 
 
 def prefer_backend(backend: DeltaBackend) -> None:
-    """Let `auto` mean `backend` in this process: `model.delta_backend`.
-
-    Raises ValueError: it is `fla`, and the package is missing.
-    """
+    """Let `auto` mean `backend` in this process: `model.delta_backend`."""
     global _preferred
-    if backend == "fla" and find_spec("fla") is None:
-        raise ValueError(
-            "backend 'fla' needs the package flash-linear-attention, which is not installed. Use "
-            "'auto', or install it: pip install flash-linear-attention."
-        )
     _preferred = backend
+
+
+def import_fla() -> Any:
+    """Return the rule of flash-linear-attention.
+
+    Raises ValueError: the package cannot be imported.
+    """
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise ValueError(
+            "gated_delta_rule: backend 'fla' needs the package flash-linear-attention, which "
+            f"cannot be imported ({error}). Use 'auto', or: pip install flash-linear-attention."
+        ) from error
+    return chunk_gated_delta_rule
 
 
 def l2_norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
@@ -135,8 +141,10 @@ def choose_backend(
     Raises ValueError: `triton` was asked for and does not.
     """
     backend = _preferred if backend == "auto" else backend
-    if backend in ("fla", "torch") or (backend == "auto" and not has_triton(device)):
-        return "fla" if backend == "fla" else "torch"
+    if backend == "fla" and kernel_device(device) == device.type:  # a plan has no values for it
+        return "fla"
+    if backend == "torch" or (backend != "triton" and not has_triton(device)):
+        return "torch"
     problem = _find_problem(device, dtype, (key_width, value_width, chunk))
     if problem is not None and backend == "triton":
         raise ValueError(f"gated_delta_rule: backend 'triton': {problem} Use 'auto' or 'torch'.")
@@ -155,8 +163,7 @@ def _run_fla(
     """Compute `gated_delta_rule` by flash-linear-attention, which takes packed documents as one
     row and gives the state after each of them.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
+    chunk_gated_delta_rule = import_fla()
     options = {"scale": 1.0, "output_final_state": True}
     if documents is None:
         return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, **options)

@@ -2,6 +2,9 @@
 kernels on a GPU as compiled, without one in Triton's interpreter.
 """
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -294,3 +297,73 @@ def test_kernels_of_the_inputs_equal_composed_operators(dtype, lengths, bound):
     for name, actual, wanted in zip(("q", "k", "v", "x", "taps"), *found, strict=True):
         assert (actual.shape, actual.dtype) == (wanted.shape, dtype)
         assert (actual.double() - wanted).norm() < bound * wanted.norm(), name
+
+
+def run_as_fla(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False,
+    state_v_first=False,
+    cu_seqlens=None,
+):
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` of fla-core 0.6.0, as far as it is used:
+    one row of sequences, each with a state of its own.
+    """
+    assert output_final_state
+    assert not (use_qk_l2norm_in_kernel or use_beta_sigmoid_in_kernel)
+    assert not (allow_neg_eigval or state_v_first)
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if cu_seqlens is None:
+        return recurrence(q, k, v, g, beta, None, initial_state)
+    assert q.shape[0] == 1 and cu_seqlens.dtype == torch.int64 and initial_state is None
+    sizes = cu_seqlens.diff().tolist()
+    cut = (x.split(sizes, 1) for x in (q, k, v, g, beta))
+    parts = [recurrence(*each) for each in zip(*cut, strict=True)]
+    outs, states = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(states)
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    package = ModuleType("fla.ops.gated_delta_rule")
+    package.chunk_gated_delta_rule = run_as_fla
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule")
+    for name, module in zip(
+        names, (ModuleType("fla"), ModuleType("fla.ops"), package), strict=True
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.usefixtures("fla")
+@pytest.mark.parametrize("lengths", [[9, 1, 20], [7, 7, 7]], ids=str)
+def test_fla_gets_packed_documents_one_by_one(lengths):
+    inputs, documents = draw(lengths, 0.05)
+    expected = run(recurrence, inputs, documents)
+    found = run(gated_delta_rule, inputs, documents, backend="fla")
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("fla")
+def test_fla_goes_on_from_a_state_of_whole_rows():
+    inputs, documents = draw([12], 0.05)
+    state = torch.randn(2, G, K, V, dtype=torch.float64)
+    expected = recurrence(*inputs, None, state)
+    found = gated_delta_rule(*inputs, None, state, backend="fla")
+    for actual, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="documents or a first state, and not both"):
+        gated_delta_rule(*inputs, documents, state, backend="fla")
+
+
+def test_fla_has_to_be_installed():
+    with pytest.raises(ValueError, match="'fla' needs the package flash-linear-attention"):
+        gated_delta_rule(*draw([5], 0.05)[0], backend="fla")
