@@ -378,9 +378,9 @@ class _RotateHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor):
         dq, dk = dq.contiguous(), dk.contiguous()
-        saved = ctx.saved_tensors  # once: recomputed tensors are given out a single time
-        q, _, _, _, cos, sin = saved
-        if q is None:  # turned back by the same angles
+        # Unpack once: under activation checkpointing that recomputes.
+        *heads_and_weights, cos, sin = ctx.saved_tensors
+        if heads_and_weights[0] is None:  # turned back by the same angles
             return *_rotate_heads(dq, dk, None, None, cos, -sin, 0.0, 0.0), *[None] * 6
-        operands = (*saved, ctx.eps, ctx.offset)
+        operands = (*heads_and_weights, cos, sin, ctx.eps, ctx.offset)
         return *_rotate_heads_backward(dq, dk, *operands), *[None] * 4

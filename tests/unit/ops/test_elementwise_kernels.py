@@ -7,6 +7,8 @@ import torch
 from triton_interpreter import repair
 
 from titanlite.config.model import ModelConfig
+from titanlite.config.schema import ActivationCheckpointSection
+from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.models.decoder import LossSums, build_decoder
 from titanlite.ops import elementwise, launchers
 
@@ -146,8 +148,8 @@ def test_operators_without_data_have_the_shapes_of_those_with():
         torch.library.opcheck(op.default, operands, test_utils=tests)
 
 
-@pytest.mark.parametrize("qk_norm", [True, False])
-def test_a_decoder_has_the_same_losses_and_gradients(qk_norm, monkeypatch):
+@pytest.mark.parametrize(("qk_norm", "mode"), [(True, "none"), (False, "none"), (True, "full")])
+def test_a_decoder_has_the_same_losses_and_gradients(qk_norm, mode, monkeypatch):
     config = ModelConfig(
         vocab_size=31,
         hidden_size=24,
@@ -167,6 +169,7 @@ def test_a_decoder_has_the_same_losses_and_gradients(qk_norm, monkeypatch):
     frequencies = elementwise.inverse_frequencies(config.rotary_dim, config.rope_theta)
     rotary.inv_freq = frequencies.to(DEVICE)
     tokens = torch.randint(31, (2, 9), device=DEVICE)
+    checkpoint_layers(model, ActivationCheckpointSection(mode=mode))
     found = []
     for is_fused in (True, False):
         monkeypatch.setattr(elementwise, "takes_kernels", lambda *x, wanted=is_fused: wanted)
