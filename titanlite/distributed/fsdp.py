@@ -291,10 +291,11 @@ class ExpertCopies:
 
 def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the local gradient of `param`, and whether it has values."""
-    has_values = param.grad is not None
-    if not has_values:
-        param.grad = sharded_like(param, torch.empty_like(local_of(param)))
-    return local_of(param.grad), has_values
+    if param.grad is not None:
+        return local_of(param.grad), True
+    total = torch.empty_like(local_of(param))
+    param.grad = sharded_like(param, total)
+    return total, False
 
 
 class _ReadCopy(torch.autograd.Function):

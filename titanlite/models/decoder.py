@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
             out_BSD, aux = out if isinstance(out, tuple) else (out, None)
             if aux is not None:
                 aux_loss = aux if aux_loss is None else aux_loss + aux
-        return x_BSD + out_BSD, aux_loss
+        return x_BSD if out_BSD is None else x_BSD + out_BSD, aux_loss
 
 
 class Backbone(nn.Module):

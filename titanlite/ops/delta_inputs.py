@@ -91,5 +91,5 @@ class _DeltaInputs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dheads: Tensor):
-        dheads = (dx.contiguous() for dx in dheads)
-        return *_delta_inputs_backward(*dheads, *ctx.saved_tensors), None, None
+        contiguous = (dx.contiguous() for dx in dheads)
+        return *_delta_inputs_backward(*contiguous, *ctx.saved_tensors), None, None

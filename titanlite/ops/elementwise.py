@@ -30,8 +30,8 @@ def _like(*places: int) -> Any:
     """Return a fake kernel whose results are like the operands at `places`, contiguous."""
 
     def fake(*operands: Any) -> Any:
-        made = tuple(operands[i].new_empty(operands[i].shape) for i in places)
-        return made if len(made) > 1 else made[0]
+        made = [operands[i].new_empty(operands[i].shape) for i in places]
+        return tuple(made) if len(made) > 1 else made[0]
 
     return fake
 

@@ -56,7 +56,9 @@ def import_fla() -> Any:
     Raises ValueError: the package cannot be imported.
     """
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import (  # pyright: ignore[reportMissingImports]
+            chunk_gated_delta_rule,
+        )
     except ImportError as error:
         raise ValueError(
             "gated_delta_rule: backend 'fla' needs the package flash-linear-attention, which "
