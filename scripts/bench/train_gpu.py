@@ -59,11 +59,14 @@ from torch import nn
 
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
+from titanlite.config.schema import LoRASection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
+from titanlite.distributed.fsdp import base_dtype
 from titanlite.distributed.parallelize import parallelize, wrap_layers
 from titanlite.features.estimate.estimate import get_memory
 from titanlite.features.estimate.trace import trace_step
+from titanlite.features.lora.layers import apply_lora
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.launch.process_group import init_distributed
 from titanlite.materialize import materialize
@@ -275,13 +278,20 @@ class BenchTrainer(TrainStep):
     """The trainer's steps, without its data, files and checkpoints."""
 
     def __init__(
-        self, config: ModelConfig, seq_len: int, sequences: int, device: torch.device
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        sequences: int,
+        device: torch.device,
+        lora: LoRASection | None = None,
     ) -> None:
         job, dims = (
             build_job(seq_len, sequences, device.type),
             ParallelDims.build(Degrees(), device.type),
         )
-        model = build_decoder(config, getattr(torch, job.training.dtype))
+        job.lora = lora or job.lora
+        model = build_decoder(config, base_dtype(job.training, job.lora, device.type))
+        apply_lora(model, job.lora, getattr(torch, job.training.dtype))
         model.configure("sdpa", job.moe, job.training.loss_chunk_tokens, device)
         parallelize(model, job, dims, device.type)
         self.plan = materialize(model, device, seed=job.training.seed, buffer_device=device)

@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
 sys.path.append(str(BENCH))  # where the scripts find one another
 
+import fused_gpu  # noqa: E402
 import gpu_common  # noqa: E402
 import step_cpu  # noqa: E402
 import train_gpu  # noqa: E402
 
+from titanlite.config.schema import LoRASection  # noqa: E402
 from titanlite.models.families import families  # noqa: E402
 from titanlite.ops import launchers as launch  # noqa: E402
 
@@ -56,7 +58,7 @@ def test_help(capsys, monkeypatch):
 
 def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for script in ["moe_gpu.py", "step_gpu.py", "train_gpu.py"]:
+    for script in (name for name in SCRIPTS if name.endswith("_gpu.py")):
         assert run_script(script, monkeypatch) == 2
         line = f"{script}: no CUDA device was found. Run this on a machine with an NVIDIA GPU.\n"
         assert capsys.readouterr() == ("", line)
@@ -115,3 +117,29 @@ def test_train_gpu(one_rank, tmp_path):
         "transformers, FSDP2, float32 states" in text
         and json.loads(paths[1].read_text())["rows"] == rows
     )
+
+
+class OneRun:
+    """Stand-in for `CudaTimer`: calls once."""
+
+    def measure(self, call, seconds=None):
+        call(0)
+        return gpu_common.Sample(1e-6, 1e-6, 1e-6, 1)
+
+
+def test_fused_gpu():
+    rows = fused_gpu.compare(OneRun(), 4, "cpu", 1e12)
+    assert [row[0].split(":")[0] for row in rows][-1] == "4 inputs of a delta net"
+    assert all(row[1:5] == ["1"] * 4 for row in rows) and len(rows) == 7
+
+
+def test_adapters_on_random_weights(one_rank):
+    config = replace(few_tiles(), num_experts=0, intermediate_size=16)
+    sizes = config, 16, 2, one_rank
+    trainer = train_gpu.BenchTrainer(*sizes, LoRASection(rank=2))
+    trainer.choose(train_gpu.Variant("torch", "none"))
+    batch = train_gpu.make_batches(*sizes, documents=False)[0]
+    losses = [trainer.run(batch)[0].item() for _ in range(2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # weights move by 1e-7
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
