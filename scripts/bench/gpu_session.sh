@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What one GPU can say about titanlite in 570 seconds. Each block is in its file before the next one begins, so that a
+# cut-off keeps what was measured. Installs nothing; torch 2.11 or newer.
+#
+#   scripts/bench/gpu_session.sh [FOLDER]      default: outputs/gpu_session
+set -u
+cd "$(dirname "$0")/../.."
+folder="${1:-outputs/gpu_session}" number=0
+mkdir -p "$folder"
+unset TRITON_INTERPRET
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
+end=$((SECONDS + 570))
+
+# block SECONDS NAME COMMAND...: at most so long, and never beyond the end.
+block() {
+    local limit="$1" name="$2" file left=$((end - SECONDS)) code=0
+    shift 2
+    number=$((number + 1))
+    file="$folder/$(printf %02d "$number")_$name.txt"
+    [ "$limit" -le "$left" ] || limit="$left"
+    if [ "$limit" -le 5 ]; then
+        echo "no time was left" >"$file"
+        return
+    fi
+    timeout -k 3 "$limit" "$@" >"$file" 2>&1 || code=$?
+    echo "exit code $code, limit $limit s" >>"$file"
+    sync "$file"
+    echo "$file: exit code $code, $((end - SECONDS)) s left"
+}
+
+bench=scripts/bench
+block 30 machine python -c "
+import sys
+sys.path.insert(0, '$bench')
+from gpu_common import CudaTimer, inspect_machine, missing_gpu
+sys.exit(missing_gpu()) if missing_gpu() else print(inspect_machine(CudaTimer(0.2)).describe())"
+# Right on hardware: values against float64, and the same bits in every run.
+block 90 right python -m pytest -q -p no:cacheprovider -m gpu -k "fused or added or delta or residual or rotation or gate" \
+    tests/functional/test_gpu.py tests/unit/ops/test_elementwise_kernels.py tests/unit/ops/test_gated_delta.py
+# The fused kernels beside what they replace.
+block 50 fused python $bench/fused_gpu.py
+# Steps with and without recomputation, compiled, beside transformers' model.
+block 100 steps python $bench/train_gpu.py --quick --budget-s 85 --out "$folder"
+# One and two sequences per micro-batch, recomputed: is the host, or the device, the slower?
+block 35 one_sequence python $bench/train_gpu.py --sequences 1 --only "triton, checkpointing full, causal" --out "$folder/1"
+block 35 two_sequences python $bench/train_gpu.py --sequences 2 --only "triton, checkpointing full, causal" --out "$folder/2"
+# Operators of a step beside what \`plan\` expects: corrects the rates.
+block 75 operators python $bench/step_gpu.py --out "$folder"
+# Published: 8,429 tokens/s on one H100.
+block 50 lora_qwen3_8b python $bench/lora_gpu.py --family qwen3 --preset 8B
+block 75 experts python $bench/moe_gpu.py --quick --budget-s 60 --out "$folder"
