@@ -26,9 +26,12 @@ def _documents(starts_N1, group, q_THK, *rest):
         )
 
 
-def _weights(q, k, scale):
-    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-    return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+def _scores(q, k, scale, window):
+    """(H, S, S); `window` are the neighbours before and after a query that it sees, -1: all."""
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    if window[0] >= 0:
+        seen = seen.triu(-window[0])
+    return (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
 
 
 def _check(
@@ -40,7 +43,7 @@ def _check(
     """What the kernel on CUDA needs, or would do otherwise."""
     assert others is not None and torch.equal(starts, others) and starts.dtype == torch.int32
     assert longest[0] == longest[1] >= int(starts.diff().max()) and int(starts.diff().min()) > 0
-    assert list(rest[:1]) == [[-1, 0]], "causal, by the window"
+    assert rest[0][0] >= -1 and rest[0][1] == 0, "causal, by the window"
     assert rest[1:2] in ((), (True,)), "grouped heads are meant"
 
 
@@ -56,13 +59,16 @@ def _forward(
     scale,
     *rest,
 ):
-    assert is_causal and all(x.stride(-1) == 1 for x in (q, k, v))
+    assert is_causal == (rest[0] == [-1, 0]) and all(x.stride(-1) == 1 for x in (q, k, v))
     _check(starts, others, (longest_q, longest_k), rest)
     forwards.append(q.shape[0])
     out_THK = torch.empty_like(q)
+    lse_HT = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
     for place, q_HSK, k_HSK, v_HSK in _documents(starts, q.shape[1] // k.shape[1], q, k, v):
-        out_THK[place] = (_weights(q_HSK, k_HSK, scale) @ v_HSK).transpose(0, 1)
-    return out_THK, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+        scores_HSS = _scores(q_HSK, k_HSK, scale, rest[0])
+        out_THK[place] = (scores_HSS.softmax(-1) @ v_HSK).transpose(0, 1)
+        lse_HT[:, place] = scores_HSS.to(lse_HT.dtype).logsumexp(-1)
+    return out_THK, lse_HT, torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(
@@ -84,12 +90,15 @@ def _backward(
     _check(starts, others, (longest_q, longest_k), rest)
     group = q.shape[1] // k.shape[1]
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for place, q_HSK, k_HSK, v_HSK, grad_HSK in _documents(starts, group, q, k, v, grad):
-        weights_HSS = _weights(q_HSK, k_HSK, scale)
+    documents = _documents(starts, group, q, k, v, grad, out)
+    for place, q_HSK, k_HSK, v_HSK, grad_HSK, out_HSK in documents:
+        # As the kernel does: weights from what it is given as their logarithmic sum, and what the
+        # softmax takes off from what it is given as the result.
+        weights_HSS = (_scores(q_HSK, k_HSK, scale, rest[0]) - lse[:, place].unsqueeze(-1)).exp()
+        weights_HSS = weights_HSS.to(q.dtype)
         wanted_HSS = grad_HSK @ v_HSK.transpose(1, 2)
-        scores_HSS = (
-            weights_HSS * (wanted_HSS - (weights_HSS * wanted_HSS).sum(-1, keepdim=True)) * scale
-        )
+        taken_HS1 = (grad_HSK * out_HSK).sum(-1, keepdim=True)
+        scores_HSS = weights_HSS * (wanted_HSS - taken_HS1) * scale
         products = (
             scores_HSS @ k_HSK,
             scores_HSS.transpose(1, 2) @ q_HSK,

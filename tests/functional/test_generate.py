@@ -21,6 +21,7 @@ from titanlite.models.families import family_of
 from titanlite.preflight import check
 
 FAMILIES = EVERY_FAMILY | {
+    "ministral": ["--model.name=ministral", "--model.overrides.sliding_window=4"],
     # The prompts are as long as its pretraining was, and their continuations longer.
     "yarn": [
         "--model.name=qwen2",
@@ -34,7 +35,7 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next"},
+    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "ministral"},
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }

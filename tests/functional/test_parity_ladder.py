@@ -38,6 +38,7 @@ FAMILIES = {
     "qwen2": ["--model.name=qwen2"],
     "deepseek_v3": ["--model.name=deepseek_v3", "--model.overrides.attention_bias=true"],
     "qwen3_next": ["--model.name=qwen3_next"],
+    "ministral": ["--model.name=ministral"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
@@ -187,6 +188,7 @@ TP2xEP2        deepseek_v3_no_q_latent 1
 FSDP4          qwen3_next              1
 TP2xFSDP2      qwen3_next              1 selective_ac
 EP2xFSDP2      qwen3_next              2 full_ac
+TP2xFSDP2      ministral               2 full_ac
 TP2xEP4        dots1                   1 full_ac
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
@@ -241,6 +243,7 @@ CP4            dots1_balance_losses    1
 CP2xTP2xEP4    deepseek_v3             2 selective_ac
 CP2xTP2        qwen3_next              1
 CP2xFSDP2      qwen3_next              2 selective_ac
+CP2xTP2        ministral               1
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2

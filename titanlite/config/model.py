@@ -155,6 +155,13 @@ class ModelConfig:
         "Inner width of a shared expert whose result a gate of the token weighs; 0: there is none.",
         0,
     )
+    sliding_window: int = size(
+        "Tokens that attention sees, the query's own included; 0: all before it.", 0
+    )
+    window_pattern: str = size(
+        "Which layers have the window, again and again: s have it, f do not. Empty: all have it.",
+        "",
+    )
     attention_gate: bool = size(
         "Each head's result is weighed by a sigmoid of a second query.", False, override=False
     )
@@ -167,6 +174,11 @@ class ModelConfig:
     linear_key_head_dim: int = size("Width of its queries and keys.", 0)
     linear_value_head_dim: int = size("Width of its values.", 0)
     linear_conv_kernel_dim: int = size("Tokens that its convolution sees.", 0)
+
+    def has_window(self, layer: int) -> bool:
+        """Return True if attention of this layer has the sliding window."""
+        kinds = self.window_pattern or "s"
+        return self.sliding_window > 0 and kinds[layer % len(kinds)] == "s"
 
     @property
     def rotary_dim(self) -> int:

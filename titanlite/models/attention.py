@@ -45,9 +45,14 @@ class CoreAttention(Core):
 
 
 class SelfAttention(Recomputable, Part):
-    """A part whose tokens interact, up to the projection of its result."""
+    """A part whose tokens interact, up to the projection of its result.
+
+    Attributes:
+        window: how many tokens of a document each of them sees, its own included; 0: all.
+    """
 
     o_proj: Linear
+    window: int = 0
 
     @property
     def output(self) -> Linear:
@@ -100,8 +105,9 @@ class Attention(SelfAttention):
             q_BSHK, gate_BSHK = q_BSHK.unflatten(2, (-1, 2)).unbind(3)
         k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
-        q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, context.cos_sin, *self._norms())
-        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, context.mask, cache)
+        cos_sin, mask = context.by_window[self.window]
+        q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, cos_sin, *self._norms())
+        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
         if gate_BSHK is not None:
             out_BSHK = out_BSHK * gate_BSHK.sigmoid()
         return out_BSHK.flatten(2)
@@ -114,6 +120,14 @@ class Attention(SelfAttention):
             return ()
         weights = local_tensor(self.q_norm.weight), local_tensor(self.k_norm.weight)
         return weights, self.q_norm.eps, self.q_norm.offset
+
+
+class WindowedAttention(Attention):
+    """`Attention` in a sliding window."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.window = config.sliding_window
 
 
 class LatentAttention(SelfAttention):
@@ -160,7 +174,8 @@ class LatentAttention(SelfAttention):
     ) -> torch.Tensor:
         q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, self.plain_dim + self.rotary_dim))
         q_plain, q_rotary = q_BSHK.split([self.plain_dim, self.rotary_dim], dim=-1)
-        q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, context.cos_sin)], dim=-1)
+        cos_sin, mask = context.by_window[self.window]
+        q_BSHK = torch.cat([q_plain, self._rotate(q_rotary, cos_sin)], dim=-1)
 
         latent_BSC, k_rotary_BSR = self.kv_a_proj_with_mqa(x_BSD).split(
             [self.latent_dim, self.rotary_dim], dim=-1
@@ -169,9 +184,9 @@ class LatentAttention(SelfAttention):
             -1, (-1, self.plain_dim + self.v_head_dim)
         )
         k_plain, v_BSHV = kv_BSH.split([self.plain_dim, self.v_head_dim], dim=-1)
-        k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), context.cos_sin)
+        k_rotary_BS1R = self._rotate(k_rotary_BSR.unsqueeze(2), cos_sin)
         k_BSHK = torch.cat([k_plain, k_rotary_BS1R.expand(-1, -1, k_plain.shape[2], -1)], dim=-1)
-        out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, context.mask, cache)
+        out_BSHV = self.core_attention(q_BSHK, k_BSHK, v_BSHV, mask, cache)
         return out_BSHV.flatten(2)
 
     def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:

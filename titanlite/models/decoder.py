@@ -18,6 +18,7 @@ from titanlite.config.model import ModelConfig
 from titanlite.config.schema import MoESection
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.sources import Alias, Source
+from titanlite.models.attention import SelfAttention
 from titanlite.models.families import layers_of
 from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Cache, Context, LayerCache, Model, Part
@@ -77,6 +78,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.rotary_emb = RotaryEmbedding(config)
         self.attention_backend: AttentionBackend = "sdpa"
+        self.windows = {part.window for part in self.modules() if isinstance(part, SelfAttention)}
 
     def forward(
         self,
@@ -95,9 +97,13 @@ class Backbone(nn.Module):
             )
         x_BSD = self.embed_tokens(tokens_BS)
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
-        mask = build_attention_mask(document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1)
+        masking = document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1
+        by_window = {
+            window: (cos_sin, build_attention_mask(*masking, window, tokens_BS))
+            for window in self.windows
+        }
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
-        context, aux_losses = Context(cos_sin, mask, document_ids_BS, valid_BS), []
+        context, aux_losses = Context(by_window, document_ids_BS, valid_BS), []
         layer_caches = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x_BSD, aux_loss = layer(x_BSD, context, layer_cache)

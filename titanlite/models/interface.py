@@ -58,8 +58,8 @@ class Cache(Protocol):
 class Context(NamedTuple):
     """What all layers of a forward share; of whole sequences, whatever positions a rank has."""
 
-    cos_sin: tuple[torch.Tensor, torch.Tensor]
-    mask: AttentionMask
+    # rotary table and mask of the attention with a window; of that without at 0
+    by_window: Mapping[int, tuple[tuple[torch.Tensor, torch.Tensor], AttentionMask]]
     documents_BS: torch.Tensor | None  # as in `Decoder.forward`
     valid_BS: torch.Tensor | None  # False for padding
 

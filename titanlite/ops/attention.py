@@ -1,7 +1,10 @@
-"""Causal attention over packed documents: one mask per forward, shared by all layers, and two
-backends.
+"""Causal attention over packed documents, also in sliding windows and with sinks: one mask per
+forward and window, shared by all its layers, and two backends.
 
-Shapes: B batch, S sequence, T cached keys, H query heads, G key/value heads, R = H / G, K width of
+A window of W tokens are the query's own and the W - 1 before it. A sink (arXiv:2309.17453) is a
+learned score of each query head that takes part in the softmax and has no value.
+
+Shapes: B batch, S sequence, T keys, H query heads, G key/value heads, R = H / G, K width of
 a query or key head, V <= K of a value head.
 """
 
@@ -24,13 +27,15 @@ _GROUPED: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of all layers; made once per forward by `build_attention_mask`. Without tensors it
-    is plain causal.
+    """The mask of all layers with one window; made once per forward by `build_attention_mask`.
+    Without tensors it is plain causal.
     """
 
     # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf.
-    allowed_B1SS: torch.Tensor | None = None
+    # With sinks, T = S + 1: the first key is the sink.
+    allowed_B1ST: torch.Tensor | None = None
     starts_N1: torch.Tensor | None = None  # `varlen`: what `find_starts` gives
+    window: int = 0  # keys that a query sees at most, its own included; 0: no limit
 
 
 def leave_out_cudnn() -> None:
@@ -47,9 +52,13 @@ def build_attention_mask(
     backend: AttentionBackend = "sdpa",
     dtype: torch.dtype = torch.float32,
     starts_N1: torch.Tensor | None = None,
+    window: int = 0,
+    tokens_BS: torch.Tensor | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> AttentionMask:
-    """Build the mask for causal attention inside documents: query s sees key t if t <= s and both
-    are of one document.
+    """Build the mask for causal attention inside documents: query s sees key t if t <= s, both are
+    of one document and, with a window, s - t is less than that.
 
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row.
@@ -59,24 +68,34 @@ def build_attention_mask(
             each ends where its run of tokens does.
         dtype: of the queries.
         starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
+        window: tokens that a query sees; 0: all.
+        tokens_BS: needed without documents, if there are a window or sinks.
+        has_sinks: `attention` gets sinks.
     """
     if document_ids_BS is None:
-        return AttentionMask()
+        if not has_sinks and (not window or tokens_BS is None or tokens_BS.shape[1] <= window):
+            return AttentionMask(window=window)
+        assert tokens_BS is not None
+        document_ids_BS = torch.zeros_like(tokens_BS)
     stand_in = find_stand_in("attention_mask")
-    if stand_in is not None and (mask := stand_in(backend)) is not None:
+    if stand_in is not None and (mask := stand_in(backend, window)) is not None:
         return mask
     if backend == "varlen":
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
         # Or a layer would be compiled again for another number of documents.
         torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
-        return AttentionMask(starts_N1=starts_N1)
+        return AttentionMask(starts_N1=starts_N1, window=window)
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    allowed_B1SS = same_BSS.tril().unsqueeze(1)
+    allowed_B1ST = same_BSS.tril().unsqueeze(1)
+    if window:
+        allowed_B1ST = allowed_B1ST.triu(1 - window)
+    if has_sinks:
+        allowed_B1ST = F.pad(allowed_B1ST, (1, 0), value=True)
     if kernel_device(document_ids_BS.device) == "cuda":
         # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
-        bias_B1SS = torch.zeros(allowed_B1SS.shape, dtype=dtype, device=allowed_B1SS.device)
-        allowed_B1SS = bias_B1SS.masked_fill_(allowed_B1SS.logical_not(), float("-inf"))
-    return AttentionMask(allowed_B1SS)
+        bias_B1ST = torch.zeros(allowed_B1ST.shape, dtype=dtype, device=allowed_B1ST.device)
+        allowed_B1ST = bias_B1ST.masked_fill_(allowed_B1ST.logical_not(), float("-inf"))
+    return AttentionMask(allowed_B1ST, window=window)
 
 
 def attention(
@@ -91,10 +110,10 @@ def attention(
     H must be a multiple of G: query head h reads key/value head h // (H / G).
     """
     if mask.starts_N1 is not None:  # of `varlen`
-        return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale)
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale, mask.window)
     q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
-    no_flash = mask.allowed_B1SS is not None or q_BHSK.dtype == torch.float32
+    no_flash = mask.allowed_B1ST is not None or q_BHSK.dtype == torch.float32
     if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
         # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the
         # memory-efficient one: what is left keeps the float32 scores of every layer. Repeated heads
@@ -103,8 +122,8 @@ def attention(
         k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
         grouped = False
     options = {
-        "attn_mask": mask.allowed_B1SS,
-        "is_causal": mask.allowed_B1SS is None,
+        "attn_mask": mask.allowed_B1ST,
+        "is_causal": mask.allowed_B1ST is None,
         "enable_gqa": grouped,
     }
     return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options).transpose(
@@ -130,6 +149,7 @@ def varlen_attention(
     v_BSGV: torch.Tensor,
     starts_N1: torch.Tensor,
     scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in
     two-byte floats.
@@ -149,7 +169,7 @@ def varlen_attention(
         bound,
         bound,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(window - 1, 0),  # neighbours before the query; -1: all
         **_GROUPED,
     )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]

@@ -32,13 +32,13 @@ def documented(monkeypatch):
 
 
 @pytest.fixture
-def mistral(documented):
+def cwm(documented):
     return documented[0]
 
 
-def test_the_documented_family_matches_transformers(mistral):
+def test_the_documented_family_matches_transformers(cwm):
     config = replace(
-        mistral.presets["7B-v0.3"],
+        cwm.presets["32B"],
         vocab_size=128,
         hidden_size=32,
         num_layers=2,
@@ -46,13 +46,12 @@ def test_the_documented_family_matches_transformers(mistral):
         num_kv_heads=2,
         head_dim=8,
         intermediate_size=64,
+        sliding_window=7,
     )
     assert families.check_model_config(config) == []
     ours = build_decoder(config)
     materialize(ours, "cpu", seed=1)
-    theirs = transformers.MistralForCausalLM(
-        transformers.MistralConfig(**mistral.to_hf(config))
-    ).eval()
+    theirs = transformers.CwmForCausalLM(transformers.CwmConfig(**cwm.to_hf(config))).eval()
     theirs.load_state_dict(ours.state_dict())
 
     tokens = torch.arange(40).reshape(2, 20) * 3 % 128
@@ -62,13 +61,11 @@ def test_the_documented_family_matches_transformers(mistral):
     assert (actual - expected).norm() <= 1e-5 * expected.norm()  # float32, different order of sums
 
 
-def test_the_documented_family_reads_a_config_and_refuses_a_sliding_window(mistral):
-    config = mistral.presets["7B-v0.3"]
-    assert (
-        mistral.from_hf({**mistral.to_hf(config), "model_type": "mistral"}, "config.json") == config
-    )
-    with pytest.raises(Exception, match="sliding_window = 4096 is not supported"):
-        mistral.from_hf({**mistral.to_hf(config), "sliding_window": 4096}, "config.json")
+def test_the_documented_family_reads_a_config_and_refuses_a_bias(cwm):
+    config = cwm.presets["32B"]
+    assert cwm.from_hf({**cwm.to_hf(config), "model_type": "cwm"}, "config.json") == config
+    with pytest.raises(Exception, match="mlp_bias = True is not supported"):
+        cwm.from_hf({**cwm.to_hf(config), "mlp_bias": True}, "config.json")
 
 
 def test_the_documented_layers_match_transformers(documented):

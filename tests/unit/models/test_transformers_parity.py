@@ -60,6 +60,11 @@ VARIATIONS = [
         for family in ("qwen3_5_text", "qwen3_5_moe_text")
     ),
     ("qwen3_5_text", {"full_attention_interval": 3, "attention_bias": True, "num_layers": 4}),
+    *(("mistral", {"sliding_window": window, "num_kv_heads": 1}) for window in (0, 2, 5, 16)),
+    ("mistral", {"sliding_window": 6, "rope_scaling": YARN}),
+    ("ministral", {"sliding_window": 5}),
+    ("ministral", {"sliding_window": 4, "window_pattern": "sf", "num_layers": 3}),
+    ("ministral", {"sliding_window": 4, "window_pattern": "s", "tie_word_embeddings": True}),
     ("solar_open", {}),
     ("solar_open", {"attention_bias": True, "num_shared_experts": 2, "norm_topk_prob": False}),
     *(
@@ -125,7 +130,7 @@ def test_random_sizes(tiny, data):
         "hidden_size": data.draw(st.sampled_from([12, 24, 40])),
         "intermediate_size": data.draw(st.sampled_from([20, 33])),
         "tie_word_embeddings": data.draw(st.booleans()),
-        "attention_bias": family == "qwen2" or data.draw(st.booleans()),
+        "attention_bias": data.draw(st.booleans()),
         "rms_norm_eps": data.draw(st.sampled_from([1e-5, 1e-6])),
         "rope_theta": data.draw(st.sampled_from([1e4, 1e6])),
     }
@@ -155,6 +160,10 @@ def test_random_sizes(tiny, data):
             "rope_interleave": data.draw(st.booleans()),
             "norm_topk_prob": True,
         }
+    if families()[family].presets["debug"].sliding_window:
+        changes["sliding_window"] = data.draw(st.integers(2, 13))
+    fixed = families()[family].fixed
+    changes |= {key: fixed[key] for key in fixed.keys() & changes.keys()}
     compare(tiny, tiny.config(family, **changes), seq_len=data.draw(st.integers(4, 12)))
 
 

@@ -1,5 +1,7 @@
 """Attention: packed documents equal separate ones, padding gives no NaN, grouped heads."""
 
+import itertools
+
 import pytest
 import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
@@ -37,7 +39,7 @@ def causal(batch, seq_len):
 def test_causal_with_grouped_heads(heads):
     q, k, v = make_qkv(2, 9, *heads)
     mask = build_attention_mask(None)
-    assert mask.allowed_B1SS is None
+    assert mask.allowed_B1ST is None
     # float64 sums of 9 terms in another order.
     torch.testing.assert_close(
         attention(q, k, v, mask, SCALE), reference(q, k, v, causal(2, 9)), rtol=0, atol=1e-12
@@ -76,6 +78,41 @@ def test_values_of_another_width_than_keys(backend, width):
     )
     out, expected = attention(q, k, v, mask, SCALE), reference(q, k, v, allowed)
     assert out.shape == (1, 7, 4, width)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def seen_in_window(document_ids, window):
+    """Every pair by its definition: a loop, which shares nothing with the masks."""
+    batch, size = document_ids.shape
+    seen = torch.zeros(batch, size, size, dtype=torch.bool)
+    for b, query, key in itertools.product(range(batch), range(size), range(size)):
+        is_near = 0 <= query - key < (window or size)
+        seen[b, query, key] = is_near and document_ids[b, query] == document_ids[b, key]
+    return seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [1, 4, 9, 40])
+@pytest.mark.parametrize("has_documents", [True, False])
+def test_a_window_is_a_dense_mask(backend, window, has_documents):
+    """Documents are shorter and longer than the windows, and so are rows."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(2, 20))
+    ids = torch.zeros(2, 20, dtype=torch.int64)
+    if has_documents:
+        lengths = torch.tensor([[3, 9, 1, 5, 2], [4, 12, 2, 1, 1]])
+        ids = torch.stack([torch.repeat_interleave(torch.arange(5), row) for row in lengths])
+        ids[1, 19] = -1
+    mask = build_attention_mask(
+        ids if has_documents else None, backend, window=window, tokens_BS=ids
+    )
+    assert mask.window == window
+    out, expected = (
+        attention(q, k, v, mask, SCALE),
+        reference(q, k, v, seen_in_window(ids, window)),
+    )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
     found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
@@ -157,7 +194,7 @@ def test_on_cuda_all_layers_share_one_mask_in_the_dtype_of_the_scores():
     expected = attention(q, k, v, build_attention_mask(document_ids), SCALE)
     with plan_for_device("cuda"):
         mask = build_attention_mask(document_ids, dtype=q.dtype)
-        assert mask.allowed_B1SS is not None and mask.allowed_B1SS.dtype == q.dtype
+        assert mask.allowed_B1ST is not None and mask.allowed_B1ST.dtype == q.dtype
         torch.testing.assert_close(attention(q, k, v, mask, SCALE), expected, rtol=0, atol=1e-12)
 
 

@@ -99,7 +99,8 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 def _attention_flops(given: dict[str, Any], is_backward: bool) -> int:
     """Two products over all pairs in forward, five in backward. Each query head has its keys, each
-    document is as long as the longest may be; causal kernels skip blocks above the diagonal.
+    document is as long as the longest may be; causal kernels skip blocks above the diagonal, and
+    those with a window what is before it.
     """
     query, key, value = (given[name] for name in ("query", "key", "value"))
     longest = given["max_q"] if query.dim() == 3 else key.shape[2]
@@ -107,6 +108,10 @@ def _attention_flops(given: dict[str, Any], is_backward: bool) -> int:
     width, value_width = query.shape[-1], value.shape[-1]
     widths = 3 * width + 2 * value_width if is_backward else width + value_width
     flops = 2 * pairs * widths
+    before, _ = given.get("window_size") or (-1, -1)
+    if before >= 0:
+        window = min(before + 1, longest)
+        return flops * window * (2 * longest - window) // (2 * longest**2)
     return flops - flops // 2 if given.get("is_causal") else flops
 
 

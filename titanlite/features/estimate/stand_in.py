@@ -266,13 +266,16 @@ def _even_splits(
     return even, even, tokens * top_k
 
 
-def _mask(training: TrainingSection, backend: AttentionBackend) -> AttentionMask | None:
+def _mask(
+    training: TrainingSection, backend: AttentionBackend, window: int
+) -> AttentionMask | None:
     """Return a mask that needs no document ids, which have no data: of one document per row; none
     for `sdpa`.
     """
     if backend == "sdpa":
         return None
-    return AttentionMask(starts_N1=torch.zeros(training.local_batch_size + 1, dtype=torch.int32))
+    starts_N1 = torch.zeros(training.local_batch_size + 1, dtype=torch.int32)
+    return AttentionMask(starts_N1=starts_N1, window=window)
 
 
 def _attention(

@@ -397,11 +397,12 @@ class KVCache:
             return hidden[self.rows_B, self.lengths_B - 1]
         return hidden[0, : len(self.lengths_B)]
 
-    def visible(self) -> torch.Tensor:
+    def visible(self, window: int = 0) -> torch.Tensor:
         """Return (B, slots in use) bool: the slots that the row's new token sees, its own
-        included.
+        included; with a window, the last ones.
         """
-        return self._slots_T[: self._longest + 1] <= self.lengths_B.unsqueeze(1)
+        before_BT = self.lengths_B.unsqueeze(1) - self._slots_T[: self._longest + 1]
+        return (before_BT >= 0) & (before_BT < window) if window else before_BT >= 0
 
     def advance(self) -> None:
         if self._has_prompts:
@@ -433,7 +434,7 @@ class LayerCache:
             return attention(q, k, v, mask, scale)
         cache = self._cache
         count = len(cache.rows_B)
-        visible_BT = cache.visible()
+        visible_BT = cache.visible(mask.window)
         self._keys[cache.rows_B, :, cache.lengths_B] = k[0, :count]
         self._values[cache.rows_B, :, cache.lengths_B] = v[0, :count]
         used = visible_BT.shape[1]

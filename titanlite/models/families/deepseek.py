@@ -147,8 +147,6 @@ def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
     """Yield what latent attention of transformers does and the decoder does not."""
     if config.head_dim != config.qk_rope_head_dim:
         yield f"head_dim = {config.head_dim!a} is not qk_rope_head_dim = {config.qk_rope_head_dim}."
-    if config.q_lora_rank == 0:
-        yield "q_lora_rank = 0 is a latent without width; null leaves it out."
     if table.get("mscale_all_dim") and table["rope_type"] not in ("default", "yarn"):
         yield "mscale_all_dim changes the softmax scale here with rope_type 'yarn' alone."
 

@@ -65,8 +65,8 @@ _KINDS: Mapping[str, Any] = {item.name: item.type for item in fields(ModelConfig
     "pad_token_id": int
 }
 TEXT_CONFIG = "text_config"  # key of the text model's part of a larger one's config.json
-# ModelConfig fields that may be null.
-_OPTIONAL = ("q_lora_rank", "pad_token_id")
+# ModelConfig fields that may be null; all but the last one are 0 then.
+_OPTIONAL = ("q_lora_rank", "sliding_window", "pad_token_id")
 # Attributes of transformers' configuration that the decoder has in no other way.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -76,9 +76,9 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
 
 
 class _Pattern(NamedTuple):
-    """A list in config.json with the kind of each layer, for which ModelConfig has a number."""
+    """A list in config.json with the kind of each layer, for which ModelConfig has other fields."""
 
-    read: Callable[[list[Any]], int]
+    read: Mapping[str, Callable[[list[Any]], int | str]]
     write: Callable[[ModelConfig], list[str]]
 
 
@@ -94,23 +94,38 @@ def _find_interval(kinds: list[Any]) -> int:
     return kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
 
 
+def _find_windows(kinds: list[Any]) -> str:
+    """Return the shortest pattern of layers with and without a window that the list repeats."""
+    text = "".join("s" if kind == "sliding_attention" else "f" for kind in kinds)
+    lengths = range(1, len(text))
+    return next((text[:n] for n in lengths if (text[:n] * len(text)).startswith(text)), text)
+
+
 def _list_mixers(config: ModelConfig) -> list[str]:
     every = config.full_attention_interval or 1
     return [
-        "linear_attention" if number % every else "full_attention"
-        for number in range(1, config.num_layers + 1)
+        "sliding_attention"
+        if config.has_window(i)
+        else "linear_attention"
+        if (i + 1) % every
+        else "full_attention"
+        for i in range(config.num_layers)
     ]
 
 
 _PATTERNS: Mapping[str, _Pattern] = {
-    "mlp_layer_types": _Pattern(lambda kinds: kinds.count("dense"), _list_feed_forwards),
-    "layer_types": _Pattern(_find_interval, _list_mixers),
+    "mlp_layer_types": _Pattern(
+        {"num_dense_layers": lambda kinds: kinds.count("dense")}, _list_feed_forwards
+    ),
+    "layer_types": _Pattern(
+        {"full_attention_interval": _find_interval, "window_pattern": _find_windows}, _list_mixers
+    ),
 }
 
 
 def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
-    """Yield a message for each list of transformers' `config` that `model` does not have: a number
-    stands for some lists only.
+    """Yield a message for each list of transformers' `config` that `model` does not have: its
+    fields stand for some lists only.
     """
     for key, pattern in _PATTERNS.items():
         given, expected = getattr(config, key, None), pattern.write(model)
@@ -129,6 +144,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("head_dim", "intermediate_size", "max_position_embeddings"), _SIZE),
     **dict.fromkeys(("num_experts", "num_dense_layers", "num_shared_experts"), _COUNT),
     "full_attention_interval": _COUNT,
+    "sliding_window": (0, 2**27),
     "num_layers": (1, MOST_LAYERS),
     # the norm of nothing: hidden states would vanish beside the epsilon
     "rms_norm_eps": (_LEAST, 1.0),
@@ -175,6 +191,13 @@ def check_model_config(config: ModelConfig) -> list[str]:
         problems.append(
             f"linear_num_value_heads ({config.linear_num_value_heads}) is not a multiple of "
             f"linear_num_key_heads ({config.linear_num_key_heads})."
+        )
+    if not {*config.window_pattern} <= {*"sf"} or (
+        "s" in config.window_pattern and not config.sliding_window
+    ):
+        problems.append(
+            f"window_pattern = {show(config.window_pattern)} with sliding_window = "
+            f"{config.sliding_window}: it has other letters than s and f, or an s without a window."
         )
     if config.head_dim % 2:
         problems.append(f"head_dim ({config.head_dim}) is odd; rotary embeddings need pairs.")
@@ -330,7 +353,9 @@ class Family:
                 continue  # most classes do not declare it: an equal share of the hidden width
             value, kind = getattr(config, key, None), _KINDS[ours]
             if key in _PATTERNS and isinstance(value, list):
-                value = _PATTERNS[key].read(value)
+                value = _PATTERNS[key].read[ours](value)
+            if ours in _OPTIONAL[:-1] and value == 0:
+                lacking.append(f"{key} = 0 is not supported; null leaves it out.")
             # transformers tests flags, so that null is false
             values[ours] = False if value is None and kind is bool else value
             if type(values[ours]) is not kind and not (value is None and ours in _OPTIONAL):
@@ -339,8 +364,7 @@ class Family:
             lacking.append(f"{PARTIAL} = {table[PARTIAL]} is not supported, only 1.0 is.")
         raise_problems(ConfigError if wrong else NotNativeError, where, [*lacking, *wrong])
         values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
-        if values.get("q_lora_rank", 0) is None:
-            values["q_lora_rank"] = 0
+        values |= {key: 0 for key in _OPTIONAL[:-1] if values.get(key, 0) is None}
         if (values["pad_token_id"] or 0) < 0:  # counts from the end
             values["pad_token_id"] += values["vocab_size"]
         model = ModelConfig(
@@ -421,8 +445,7 @@ class Family:
             else getattr(config, ours)
             for ours, theirs in self.keys.items()
         }
-        if "q_lora_rank" in self.keys:
-            hf["q_lora_rank"] = config.q_lora_rank or None
+        hf |= {key: getattr(config, key) or None for key in _OPTIONAL[:-1] if key in self.keys}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         hf |= self.written
         table = original.get("rope_scaling") or original.get("rope_parameters") or {}

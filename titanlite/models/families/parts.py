@@ -6,6 +6,7 @@ when a model is built. A family in a file of its own may declare parts of its ow
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,13 +38,19 @@ class Block:
 Layer = tuple[Block, ...]  # equal layers are of one kind
 
 
-def _attention_sizes(config: ModelConfig) -> PartSizes:
+def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartSizes:
     width = config.num_heads * (config.qk_head_dim + config.value_head_dim)
+
+    def core_flops(seq_len: int) -> int:
+        window = min(seq_len, config.sliding_window) if is_windowed else seq_len
+        # 2 products, 2 per multiplication, half of it; what is before the window is left out, too
+        return width * window * (2 * seq_len - window) // seq_len
+
     return PartSizes(
         splits={"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads},
         heads={"attention heads": config.num_heads, "key/value heads": config.num_kv_heads},
         inputs={"num_heads * head width": config.num_heads * config.value_head_dim},
-        core_flops=lambda seq_len: width * seq_len,  # 2 products, 2 per multiplication, half of it
+        core_flops=core_flops,
     )
 
 
@@ -74,6 +81,9 @@ def _moe_sizes(config: ModelConfig) -> PartSizes:
 
 
 ATTENTION = Part("titanlite.models.attention:Attention", _attention_sizes)
+WINDOWED_ATTENTION = Part(
+    "titanlite.models.attention:WindowedAttention", partial(_attention_sizes, is_windowed=True)
+)
 LATENT_ATTENTION = Part("titanlite.models.attention:LatentAttention", _attention_sizes)
 GATED_DELTA = Part("titanlite.models.gated_delta:GatedDeltaNet", _gated_delta_sizes)
 SEPARATE_GATED_DELTA = Part(
@@ -87,15 +97,14 @@ MOE = Part("titanlite.models.moe:MoE", _moe_sizes)
 
 
 def standard_layer(config: ModelConfig, index: int) -> Layer:
-    """Return attention, grouped or latent, and then a feed-forward or, behind the leading dense
-    layers, experts.
+    """Return attention, latent or grouped, this with or without a window, and then a feed-forward
+    or, behind the leading dense layers, experts.
     """
     is_moe = config.num_experts > 0 and index >= config.num_dense_layers
+    attention = WINDOWED_ATTENTION if config.has_window(index) else ATTENTION
     return (
         Block(
-            "input_layernorm",
-            "self_attn",
-            LATENT_ATTENTION if config.kv_lora_rank else ATTENTION,
+            "input_layernorm", "self_attn", LATENT_ATTENTION if config.kv_lora_rank else attention
         ),
         Block("post_attention_layernorm", "mlp", MOE if is_moe else FEED_FORWARD),
     )
