@@ -280,7 +280,9 @@ class HFCheckpoint:
             )
         used.update(companions(piece.key) if stored.dtype in FP8 else ())
         try:
-            return place(stored, piece.region, self.stored.tensors, self.stored.block, piece.row)
+            factors = self.stored.tensors, self.stored.block
+            is_transposed = piece.is_transposed
+            return place(stored, piece.region, *factors, piece.row, is_transposed=is_transposed)
         except ValueError as error:
             problems.append(f"{self.name}: {error}.")
             return []

@@ -2,13 +2,13 @@
 under which key.
 
 Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart,
-or fused as in memory; the router's bias has the family's own name, or none; a family may have rows
-in another order, and names of a larger model that it is a part of.
+or fused as in memory, or transposed; the router's bias has the family's own name, or none; a family
+may have other names, rows in another order, and names of a larger model that it is a part of.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +68,7 @@ class Piece:
     shape: tuple[int, ...]
     region: Region  # of the run-time tensor; leading dims of length 1 are dropped on disk
     row: int = 0  # of the stored tensor, the first one that the region is stored in
+    is_transposed: bool = False  # on disk the last two dims are exchanged
 
 
 def is_sidecar(name: str, family: Family) -> bool:
@@ -86,10 +87,25 @@ def checkpoint_pieces(
     """Yield the checkpoint tensors that together store the run-time tensor `name` of global
     `shape`, in files of this `layout`.
     """
+    names = family_of(config).stored_names
+    for piece in _named_pieces(name, shape, config, layout):
+        key = piece.key
+        for pattern, stored_name in names.items():
+            key = re.sub(pattern, stored_name, key)
+        yield replace(piece, key=key) if names else piece
+
+
+def _named_pieces(
+    name: str, shape: tuple[int, ...], config: ModelConfig, layout: Layout
+) -> Iterator[Piece]:
+    """Yield pieces with keys as most families have them."""
     family = family_of(config)
     key = layout.key(name)
     prefix, _, leaf = key.rpartition(".")
-    if rows := list(stored_rows(name, config)):
+    if family.transposes_experts and len(shape) == 3:
+        region = Region((0, 0, 0), shape)
+        yield Piece(key, (shape[0], shape[2], shape[1]), region, is_transposed=True)
+    elif rows := list(stored_rows(name, config)):
         yield from in_rows(key, shape, rows)
     elif layout.is_fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
         yield whole(key, shape)

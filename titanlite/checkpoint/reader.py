@@ -7,6 +7,7 @@ the page cache into the shard; otherwise a job passes through a buffer of a MiB,
 to a GPU, and is cast on the way.
 """
 
+import math
 import os
 import threading
 import time
@@ -44,6 +45,12 @@ class Placed:
     scale: StoredTensor | None = None
     block: tuple[int, int] = (128, 128)
     row: int = 0  # of the tensor that `scale` has factors of, the first one of `stored`
+    is_transposed: bool = False  # `stored` has the last two dims of `region` exchanged
+
+    def box_of(self, box: Region) -> Region:
+        """Return the part `box` of the run-time tensor in coordinates of `stored`."""
+        here = box.within(self.region)
+        return here.transposed() if self.is_transposed else here
 
 
 def place(
@@ -52,10 +59,17 @@ def place(
     tensors: Mapping[str, StoredTensor],
     block: tuple[int, int] | None,
     row: int = 0,
+    *,
+    is_transposed: bool = False,
 ) -> list[Placed]:
     """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those
     of `find_scale`. A region of fewer rows is stored from `row` on.
     """
+    if is_transposed:
+        placed = place(stored, region.transposed(), tensors, block, row)
+        return [
+            replace(each, region=each.region.transposed(), is_transposed=True) for each in placed
+        ]
     part = stored
     if len(region.lengths) == len(stored.shape) and region.lengths[:1] < stored.shape[:1]:
         part = stored.rows(row, region.lengths[0])
@@ -95,6 +109,7 @@ class _Part:
         """Return True if the file's bytes are the shard's bytes, in memory on the host."""
         target = self.request.destination
         is_raw = self.placed.scale is None and self.request.encoding is None
+        is_raw = is_raw and not self.placed.is_transposed
         return is_raw and target.device.type == "cpu" and target.dtype == self.stored.dtype
 
 
@@ -251,10 +266,18 @@ def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callabl
         if part.placed.scale is not None:
             # a byte on disk becomes four of the float32 value, and four of its factor
             elements //= 8
-        if part.request.encoding is not None:
-            elements = max(elements, part.box.lengths[-1])  # whole rows
-        for box in part.box.slabs(elements):
+        is_transposed = part.placed.is_transposed
+        if part.request.encoding is not None:  # whole rows
+            elements = max(elements, math.prod(part.box.lengths[-2 if is_transposed else -1 :]))
+        for box in slabs(part.box, elements, is_transposed=is_transposed):
             yield partial(_read, files, replace(part, box=box), buffers)
+
+
+def slabs(box: Region, elements: int, *, is_transposed: bool) -> Iterator[Region]:
+    """Yield parts of `box` of at most so many elements, in the order in which they are stored."""
+    if not is_transposed:
+        return box.slabs(elements)
+    return (slab.transposed() for slab in box.transposed().slabs(elements))
 
 
 @torch.no_grad()
@@ -302,7 +325,7 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
     stored = part.stored
     encoding = request.encoding
     device = request.destination.device
-    box = part.box.within(placed.region)
+    box = placed.box_of(part.box)
     nbytes = box.numel * stored.dtype.itemsize
     buffer = _buffer(buffers, device, nbytes)
     raw = buffer.memory[:nbytes]
@@ -311,14 +334,17 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
     is_kept = False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
+        is_kept = is_kept and not placed.is_transposed
         values = _dequantize(files, placed, box, values, encoding if is_kept else None)
+    if placed.is_transposed:
+        values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast there, where it is free
         here = part.box.within(request.region)
         if encoding is None:
             request.destination.view(request.region.lengths)[here.slices].copy_(values)
         else:
-            rows = values if is_kept else encoding.encode(values.reshape(-1, box.lengths[-1]))
+            rows = values if is_kept else encoding.encode(values.reshape(-1, here.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
             for first, count in here.row_runs(request.region.lengths):
                 places[first : first + count] = rows[:count]
@@ -331,7 +357,7 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
     """Read `box`, in coordinates of the stored tensor, into `memory`."""
     stored = placed.stored
     size = stored.dtype.itemsize
-    for first, length in box.runs(placed.region.lengths):
+    for first, length in box.runs(placed.box_of(placed.region).lengths):
         nbytes = length * size
         read_bytes(files, stored.file, memory[:nbytes], stored.offset + first * size)
         memory = memory[nbytes:]

@@ -19,7 +19,14 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of
-from titanlite.checkpoint.reader import DIRECT_BYTES, JOB_BYTES, io_threads, run_jobs, timed
+from titanlite.checkpoint.reader import (
+    DIRECT_BYTES,
+    JOB_BYTES,
+    io_threads,
+    run_jobs,
+    slabs,
+    timed,
+)
 from titanlite.materialize import Region
 from titanlite.materialize.digest import bytes_in, digest
 
@@ -49,6 +56,7 @@ class Item:
     mine: bool  # this rank writes it, of all that hold this shard
     read: Callable[[Region], torch.Tensor] | None = None
     name: str = ""  # of the run-time tensor, if it is one of the model's
+    is_transposed: bool = False  # on disk the last two dims are exchanged
 
     @classmethod
     def of(
@@ -60,9 +68,9 @@ class Item:
         mine: bool,
         name: str = "",
     ) -> "Item":
-        return cls(
-            piece.key, dtype, piece.region, piece.shape, local, local_region, mine, name=name
-        )
+        shard = local, local_region, mine
+        item = cls(piece.key, dtype, piece.region, piece.shape, *shard, name=name)
+        return replace(item, is_transposed=piece.is_transposed)
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +178,8 @@ def _boxes(item: Item) -> Iterator[Region]:
         return
     local = item.local
     is_copy = item.read is None and local.device.type == "cpu" and local.dtype == item.dtype
-    yield from held.slabs((DIRECT_BYTES if is_copy else JOB_BYTES) // item.dtype.itemsize)
+    elements = (DIRECT_BYTES if is_copy else JOB_BYTES) // item.dtype.itemsize
+    yield from slabs(held, elements, is_transposed=item.is_transposed)
 
 
 @torch.no_grad()
@@ -183,11 +192,14 @@ def _write(
     else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
+    here, shape = box.within(item.region), item.region
+    if item.is_transposed:
+        values, here, shape = values.mT, here.transposed(), shape.transposed()
     memory = bytes_in(values.contiguous())
     size = item.dtype.itemsize
     sums = [(0, 0)]
     summand = 0
-    for first, length in box.within(item.region).runs(item.region.lengths):
+    for first, length in here.runs(shape.lengths):
         nbytes = length * size
         if has_digest:
             summand += digest(memory[:nbytes], first * size)

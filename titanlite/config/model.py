@@ -148,6 +148,11 @@ class ModelConfig:
     num_shared_experts: int = size("Experts that every token passes, fused into one SwiGLU.", 0)
     score_func: Literal["softmax", "sigmoid"] = size("Router score function.", "softmax")
     norm_topk_prob: bool = size("Normalize the top-k scores of a token to sum 1.", True)
+    biased_experts: bool = size(
+        "Router and experts have biases, and experts a clamped SwiGLU, whose rows alternate.",
+        False,
+        override=False,
+    )
     routed_scaling_factor: float = size("Factor on the routed experts' weights.", 1.0)
     num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
     num_limited_groups: int = size("Groups a token may choose experts from.", 1)
@@ -161,6 +166,9 @@ class ModelConfig:
     window_pattern: str = size(
         "Which layers have the window, again and again: s have it, f do not. Empty: all have it.",
         "",
+    )
+    attention_sinks: bool = size(
+        "Each head has a learned score of nothing in its softmax.", False, override=False
     )
     attention_gate: bool = size(
         "Each head's result is weighed by a sigmoid of a second query.", False, override=False

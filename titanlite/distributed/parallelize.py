@@ -45,6 +45,7 @@ _KEPT_OPS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.titanlite.sink_attention.default,
     torch.ops.titanlite.grouped_mm.default,
     torch.ops.titanlite.gated_delta.default,
 )

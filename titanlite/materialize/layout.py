@@ -56,6 +56,13 @@ class Region:
             return self
         return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
 
+    def transposed(self) -> "Region":
+        """Return the region with its last two dims exchanged."""
+        starts, lengths = (
+            (*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (self.starts, self.lengths)
+        )
+        return Region(starts, lengths)
+
     def slabs(self, elements: int) -> Iterator["Region"]:
         """Yield the region in parts of at most so many elements, which follow one another in its
         row-major order.

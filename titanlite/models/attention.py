@@ -11,8 +11,10 @@ head, V width of a value head, R rotated part of a head, C latent width.
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from titanlite.config.model import ModelConfig
+from titanlite.materialize.sources import Init, Normal, Source
 from titanlite.models.interface import Context, Core, LayerCache, Part
 from titanlite.models.layers import Linear, Recomputable, RMSNorm
 from titanlite.ops import apply_rope, local_tensor, rotate_heads
@@ -39,9 +41,10 @@ class CoreAttention(Core):
         v_BSGV: torch.Tensor,
         mask: AttentionMask,
         cache: LayerCache | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attend = attention if cache is None else cache.attend
-        return attend(q_BSHK, k_BSGK, v_BSGV, mask, scale=self.scale)
+        return attend(q_BSHK, k_BSGK, v_BSGV, mask, self.scale, sinks_H)
 
 
 class SelfAttention(Recomputable, Part):
@@ -74,7 +77,7 @@ class SelfAttention(Recomputable, Part):
 
 class Attention(SelfAttention):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on
-    queries and keys.
+    queries and keys, and sinks.
     """
 
     splits: ClassVar = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
@@ -96,6 +99,12 @@ class Attention(SelfAttention):
             for _ in range(2)
         )
         self.core_attention = CoreAttention(config.head_dim**-0.5)
+        # of all heads on every rank, which takes those of its share
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
+        self.std = std
+
+    def declare_sources(self) -> dict[str, Source]:
+        return {} if self.sinks is None else {"sinks": Init(Normal(std=self.std))}
 
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
@@ -107,7 +116,11 @@ class Attention(SelfAttention):
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         cos_sin, mask = context.by_window[self.window]
         q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, cos_sin, *self._norms())
-        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache)
+        sinks_H = None
+        if self.sinks is not None:
+            part, parts = self.core_attention.share
+            sinks_H = local_tensor(self.sinks).unflatten(0, (parts, -1))[part]
+        out_BSHK = self.core_attention(q_BSHK, k_BSGK, v_BSGK, mask, cache, sinks_H)
         if gate_BSHK is not None:
             out_BSHK = out_BSHK * gate_BSHK.sigmoid()
         return out_BSHK.flatten(2)

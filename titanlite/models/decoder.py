@@ -78,6 +78,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.rotary_emb = RotaryEmbedding(config)
         self.attention_backend: AttentionBackend = "sdpa"
+        self.has_sinks = config.attention_sinks
         self.windows = {part.window for part in self.modules() if isinstance(part, SelfAttention)}
 
     def forward(
@@ -99,7 +100,10 @@ class Backbone(nn.Module):
         cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
         masking = document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1
         by_window = {
-            window: (cos_sin, build_attention_mask(*masking, window, tokens_BS))
+            window: (
+                cos_sin,
+                build_attention_mask(*masking, window, tokens_BS, has_sinks=self.has_sinks),
+            )
             for window in self.windows
         }
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0

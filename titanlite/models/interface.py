@@ -27,7 +27,13 @@ class LayerCache(Protocol):
     state: tuple[torch.Tensor, ...] | None
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: AttentionMask,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to these new keys and values and those before; arguments and result as in
         `ops.attention`.

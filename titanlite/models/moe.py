@@ -10,7 +10,7 @@ rows, I expert width.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.interface import Context, Part, SequencePart
 from titanlite.models.layers import FeedForward, Linear, Recomputable, keep
 from titanlite.ops import (
+    add_expert_bias,
+    clamped_swiglu,
     group_by_expert,
     grouped_gemm,
     local_tensor,
@@ -65,6 +67,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        has_bias = config.biased_experts
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if has_bias else None
         self.register_buffer("expert_bias", torch.empty(config.num_experts, dtype=torch.float32))
         self.register_buffer(
             "tokens_per_expert",
@@ -77,8 +81,10 @@ class Router(nn.Module):
         self.sequence_parts: list[SequencePart] = []
 
     def declare_sources(self) -> dict[str, Source]:
+        normal = Init(Normal(std=self.config.initializer_range))
         return {
-            "weight": Init(Normal(std=self.config.initializer_range)),
+            "weight": normal,
+            **({} if self.bias is None else {"bias": normal}),
             "expert_bias": Init(Zeros(), may_be_absent=True, dtype=torch.float32),
             "tokens_per_expert": Init(Zeros()),
         }
@@ -88,6 +94,8 @@ class Router(nn.Module):
         balanced.
         """
         config, logits_BSE = self.config, wide_linear(x_BSD, local_tensor(self.weight))
+        if self.bias is not None:
+            logits_BSE = logits_BSE + local_tensor(self.bias)
         scores_BSE = logits_BSE.detach()
         scores_BSE = (
             scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
@@ -211,19 +219,18 @@ class _Weights(torch.autograd.Function):
 
 
 class Experts(Recomputable):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D),
-    down_proj (E, D, I).
+    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), gate
+    above up, and down_proj (E, D, I); with biases (E, 2 I) and (E, D), rows of gate and up
+    alternate.
 
     Attributes:
+        is_biased: experts have biases, and a clamped SwiGLU.
+        stacked_matrices: number of matrices stacked in the rows of a parameter, for optimizers that
+            treat each by itself (Muon).
         multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
             transposed. None: none.
         read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`, whose results have
             gradients added to the parameter's own.
-    """
-
-    stacked_matrices: ClassVar[dict[str, int]] = {"gate_up_proj": 2}
-    """Number of matrices stacked in the rows of a parameter, for optimizers that treat each by
-    itself (Muon).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -235,6 +242,11 @@ class Experts(Recomputable):
         )
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.is_biased = config.biased_experts
+        self.stacked_matrices = {} if self.is_biased else {"gate_up_proj": 2}
+        if self.is_biased:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
+            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden))
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.multiply: Callable[..., Tensor] | None = None
@@ -246,7 +258,9 @@ class Experts(Recomputable):
         return self.gate_up_proj.shape[0]
 
     def declare_sources(self) -> dict[str, Source]:
-        return {"gate_up_proj": Init(Normal(std=self.std)), "down_proj": Init(Normal(std=self.std))}
+        names = "gate_up_proj", "down_proj"
+        biases = {f"{name}_bias": Init(Zeros()) for name in names if self.is_biased}
+        return {name: Init(Normal(std=self.std)) for name in names} | biases
 
     def forward(
         self,
@@ -276,7 +290,13 @@ class Experts(Recomputable):
         gate_up_R2I = self.project(
             "gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E
         )
-        y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
+        if self.is_biased:
+            bias_E2I, bias_ED = self.read(self.gate_up_proj_bias), self.read(self.down_proj_bias)
+            gate_up_R2I = add_expert_bias(gate_up_R2I, bias_E2I, offsets_E)
+            y_RD = self.project("down_proj", clamped_swiglu(gate_up_R2I, weight_R), offsets_E)
+            y_RD = add_expert_bias(y_RD, bias_ED, offsets_E, weight_R)
+        else:
+            y_RD = self.project("down_proj", swiglu(gate_up_R2I, weight_R), offsets_E)
         return unpermute_sum(y_RD, token_R, rows_Tk)
 
     @property
@@ -286,7 +306,7 @@ class Experts(Recomputable):
     @property
     def is_fused(self) -> bool:
         """True: one operator computes both projections. False: `project` computes each."""
-        return self.multiply is None
+        return self.multiply is None and not self.is_biased
 
     def project(self, name: str, x: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the grouped rows `x` times the weight `name`, transposed."""

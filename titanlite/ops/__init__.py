@@ -8,6 +8,7 @@ from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_e
 from titanlite.ops.elementwise import (
     add_rms_norm,
     apply_rope,
+    clamped_swiglu,
     inverse_frequencies,
     rms_norm,
     rope_cos_sin,
@@ -17,4 +18,9 @@ from titanlite.ops.elementwise import (
 )
 from titanlite.ops.kernels import local_tensor
 from titanlite.ops.matmul import grouped_gemm
-from titanlite.ops.moe_experts import group_by_expert, permute_tokens, unpermute_sum
+from titanlite.ops.moe_experts import (
+    add_expert_bias,
+    group_by_expert,
+    permute_tokens,
+    unpermute_sum,
+)

@@ -9,6 +9,7 @@ a query or key head, V <= K of a value head.
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -104,13 +105,18 @@ def attention(
     v_BSGV: torch.Tensor,
     mask: AttentionMask,
     scale: float,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with grouped key/value heads; returns (B, S, H, V).
+    """Attend with grouped key/value heads, and a sink for each query head; returns (B, S, H, V).
 
-    H must be a multiple of G: query head h reads key/value head h // (H / G).
+    H must be a multiple of G: query head h reads key/value head h // (H / G). With sinks, `mask`
+    must be made for them.
     """
     if mask.starts_N1 is not None:  # of `varlen`
-        return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale, mask.window)
+        return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale, mask.window, sinks_H)
+    width = v_BSGV.shape[-1]
+    if sinks_H is not None:
+        q_BSHK, k_BSGK, v_BSGV = _with_sink_key(q_BSHK, k_BSGK, v_BSGV, sinks_H / scale)
     q_BHSK, k_BGSK, v_BGSV = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     no_flash = mask.allowed_B1ST is not None or q_BHSK.dtype == torch.float32
@@ -126,9 +132,25 @@ def attention(
         "is_causal": mask.allowed_B1ST is None,
         "enable_gqa": grouped,
     }
-    return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options).transpose(
-        1, 2
-    )
+    out_BHSV = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSV, scale=scale, **options)
+    return out_BHSV.transpose(1, 2)[..., :width]
+
+
+def _with_sink_key(
+    q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, products_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Put a key without a value before all others, whose product with the queries of a head is
+    given.
+
+    It is 1 in a dim of its own, where queries have the product. Values get the width of keys, and
+    all of them a multiple of 8 if they had it: fused kernels want both.
+    """
+    batch, size, heads, width = q_BSHK.shape
+    products_BSH1 = products_H.to(q_BSHK.dtype).view(heads, 1).expand(batch, size, heads, 1)
+    q_BSHK = torch.cat([q_BSHK, F.pad(products_BSH1, (0, 7))], dim=-1)
+    k_BTGK = F.pad(k_BSGK, (0, 8, 0, 0, 1, 0))
+    k_BTGK[:, 0, :, width] = 1.0
+    return q_BSHK, k_BTGK, F.pad(v_BSGV, (0, width + 8 - v_BSGV.shape[-1], 0, 0, 1, 0))
 
 
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
@@ -150,6 +172,7 @@ def varlen_attention(
     starts_N1: torch.Tensor,
     scale: float,
     window: int = 0,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in
     two-byte floats.
@@ -160,16 +183,101 @@ def varlen_attention(
     # The longest document's length would cost a wait for the device; blocks after a document's end
     # stop at once anyway.
     bound = q_BSHK.shape[1]
-    out_THK = varlen_attn(
-        q_THK,
-        k_TGK,
-        v_TGK,
-        starts_N1,
-        starts_N1,
-        bound,
-        bound,
-        scale=scale,
-        window_size=(window - 1, 0),  # neighbours before the query; -1: all
-        **_GROUPED,
-    )
+    window_size = window - 1, 0  # neighbours before the query, -1: all
+    if sinks_H is None:
+        out_THK = varlen_attn(
+            q_THK,
+            k_TGK,
+            v_TGK,
+            starts_N1,
+            starts_N1,
+            bound,
+            bound,
+            scale=scale,
+            window_size=window_size,
+            **_GROUPED,
+        )
+    else:
+        out_THK, _ = sink_attention(
+            q_THK, k_TGK, v_TGK, sinks_H, starts_N1, bound, scale, window_size
+        )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]
+
+
+@torch.library.custom_op("titanlite::sink_attention", mutates_args=())
+def sink_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    starts: torch.Tensor,
+    max_q: int,
+    scale: float,
+    window_size: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FlashAttention's result over documents with a sink in each head's softmax, (T, H, K),
+    and the logarithms of its sums, (H, T).
+
+    A sink divides all of a query's weights by the same number: the kernel's result is rescaled. Its
+    backward takes weights from the logarithm of their sum, so that given the new one it computes
+    the gradients of the new softmax.
+    """
+    window = list(window_size)
+    is_causal = window == [-1, 0]
+    out, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
+        query, key, value, starts, starts, max_q, max_q, is_causal, scale, window, **_GROUPED
+    )
+    total_HT = torch.logaddexp(lse_HT, sinks.to(lse_HT.dtype).unsqueeze(1))
+    share_TH1 = (lse_HT - total_HT).exp().T.unsqueeze(-1)
+    return (out * share_TH1).to(out.dtype), total_HT
+
+
+@torch.library.custom_op("titanlite::sink_attention_backward", mutates_args=())
+def sink_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor,
+    starts: torch.Tensor,
+    max_q: int,
+    scale: float,
+    window_size: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key, value and sinks."""
+    window = list(window_size)
+    is_causal = window == [-1, 0]
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of dropout
+    operands = grad.contiguous(), query, key, value, out, lse, starts, starts, max_q, max_q
+    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+        *operands, is_causal, unused, scale, window
+    )
+    taken_HT = (grad.to(lse.dtype) * out).sum(-1).T
+    weights_HT = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
+    return dq, dk, dv, (weights_HT * taken_HT).sum(-1).neg().to(sinks.dtype)
+
+
+@sink_attention.register_fake
+def _(query: torch.Tensor, key: Any, value: Any, sinks: Any, *rest: Any) -> Any:
+    tokens, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=wide)
+
+
+@sink_attention_backward.register_fake
+def _(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, sinks: Any, *rest: Any):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, sinks))
+
+
+def _save_for_sinks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, sinks, starts, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, sinks, starts)
+
+
+def _differentiate_sinks(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    return *sink_attention_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4
+
+
+sink_attention.register_autograd(_differentiate_sinks, setup_context=_save_for_sinks)

@@ -243,6 +243,45 @@ class _SwiGLUApart(torch.autograd.Function):
         return _swiglu_apart_backward(dh.contiguous(), *ctx.saved_tensors)
 
 
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up_R2I, weight_R)
+        gate_RI, up_RI = gate_up_R2I[..., ::2], gate_up_R2I[..., 1::2]
+        gate_RI = gate_RI.clamp(max=_LIMIT)
+        h_RI = (gate_RI * _ALPHA).sigmoid_().mul_(gate_RI)
+        return h_RI.mul_(up_RI.clamp(-_LIMIT, _LIMIT).add_(1)).mul_(weight_R.unsqueeze(-1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh_RI: torch.Tensor):
+        gate_up_R2I, weight_R = ctx.saved_tensors
+        gate_RI, up_RI = gate_up_R2I[..., ::2], gate_up_R2I[..., 1::2]
+        is_inside_RI, is_low_RI = up_RI.abs() <= _LIMIT, gate_RI <= _LIMIT
+        gate_RI = gate_RI.clamp(max=_LIMIT)
+        up1_RI = up_RI.clamp(-_LIMIT, _LIMIT).add_(1)
+        sigmoid_RI = (gate_RI * _ALPHA).sigmoid_()
+        a_RI = gate_RI * sigmoid_RI
+        dweight_R = (dh_RI * a_RI).mul_(up1_RI).sum(dim=-1, dtype=weight_R.dtype)
+        dy_RI = dh_RI.mul(weight_R.unsqueeze(-1)).to(dh_RI.dtype)
+        slope_RI = sigmoid_RI + _ALPHA * a_RI * (1 - sigmoid_RI)
+        dgate_RI = up1_RI.mul_(dy_RI).mul_(slope_RI).mul_(is_low_RI)
+        dup_RI = a_RI.mul_(dy_RI).mul_(is_inside_RI)
+        return torch.stack([dgate_RI, dup_RI], dim=-1).flatten(-2), dweight_R
+
+
+def clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+    """Return `gate * sigmoid(1.702 gate) * (up + 1) * weight` (..., I), of gates up to 7 and ups
+    from -7 to 7 (arXiv:2508.10925). Columns of `gate_up_R2I` (..., 2 I) are gate and up in turn.
+
+    `weight_R` (...,) is a factor per row, as in `swiglu`. Kept for backward: the arguments.
+    """
+    return _ClampedSwiGLU.apply(gate_up_R2I, weight_R)
+
+
 def inverse_frequencies(
     rotary_dim: int, theta: float, scaling: "RopeScaling | None" = None
 ) -> torch.Tensor:

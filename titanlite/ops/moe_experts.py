@@ -119,6 +119,40 @@ def unpermute_sum(y_RD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
     return _Move.apply(y_RD, token_R, rows_Tk, True)
 
 
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, offsets: Tensor, weight: Tensor | None):
+        rows = torch.arange(y.shape[0], dtype=offsets.dtype, device=y.device)
+        expert_R = torch.searchsorted(offsets, rows, right=True).clamp_(max=len(offsets) - 1)
+        ctx.save_for_backward(bias, offsets, weight, expert_R)
+        added = bias.index_select(0, expert_R)
+        return y + (added if weight is None else (added * weight.unsqueeze(-1)).to(y.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor):
+        bias, offsets, weight, expert_R = ctx.saved_tensors
+        dbias = dweight = None
+        if ctx.needs_input_grad[1]:
+            # One column of a product sums over rows; 8 of them are 16 bytes, which kernels want.
+            factors = dy.new_zeros(dy.shape[0], 8)
+            factors[:, 0] = 1 if weight is None else weight
+            backend = resolve_backend("auto", dy.device, dy.dtype)
+            dbias = grouped_mm_wgrad(factors, dy.contiguous(), offsets, False, backend)[:, 0]
+        if weight is not None and ctx.needs_input_grad[3]:
+            dweight = (dy * bias.index_select(0, expert_R)).sum(-1, dtype=weight.dtype)
+        return dy, dbias, None, dweight
+
+
+def add_expert_bias(
+    y_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor, weight_R: Tensor | None = None
+) -> Tensor:
+    """Add to each row the bias of its expert, times the row's weight if there are some; the
+    gradient of a bias is a sum over its rows in a fixed order.
+    """
+    return _AddBias.apply(y_RN, bias_EN.to(y_RN.dtype), offsets_E, weight_R)
+
+
 class Travel(Protocol):
     """Gradients in flight between ranks while the experts' backward computes something else."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titanlite.checkpoint.pieces import stored_rows
+from titanlite.checkpoint.pieces import checkpoint_pieces
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -44,10 +44,14 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
     return model
 
 
-def rows_as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """The tensor `name` with its rows in the order of Hugging Face's checkpoints."""
-    rows = list(stored_rows(name, config))
-    return torch.cat([values[start : start + count] for start, count in rows]) if rows else values
+def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str, torch.Tensor]:
+    """The tensor `name` under the name and in the form of transformers' model."""
+    if name.endswith("expert_bias"):
+        return name.replace("expert_bias", family_of(config).expert_bias_key or ""), values
+    pieces = list(checkpoint_pieces(name, tuple(values.shape), config, fused=True))
+    parts = [values[piece.region.slices] for piece in pieces]
+    found = torch.cat([part.mT for part in parts] if pieces[0].is_transposed else parts)
+    return pieces[0].key, found
 
 
 def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
@@ -58,11 +62,11 @@ def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
         hf_config, attn_implementation="eager", dtype=torch.float32
     )
     key = family_of(config).expert_bias_key
-    values = {
-        name.replace("expert_bias", key) if key else name: rows_as_stored(name, value, config)
+    values = dict(
+        as_stored(name, value, config)
         for name, value in ours.state_dict().items()
         if key or not name.endswith("expert_bias")
-    }
+    )
     missing, unexpected = theirs.load_state_dict(values, strict=False)
     assert unexpected == []
     assert missing == []
@@ -78,6 +82,6 @@ def tiny() -> SimpleNamespace:
         "config": small_config,
         "ours": build_ours,
         "theirs": build_theirs,
-        "as_stored": rows_as_stored,
+        "as_stored": as_stored,
     }
     return SimpleNamespace(**make)

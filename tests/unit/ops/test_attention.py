@@ -7,7 +7,13 @@ import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from titanlite.ops.attention import AttentionMask, attention, build_attention_mask, leave_out_cudnn
+from titanlite.ops.attention import (
+    AttentionMask,
+    attention,
+    build_attention_mask,
+    leave_out_cudnn,
+    sink_attention,
+)
 from titanlite.ops.kernels import plan_for_device
 
 BACKENDS = ["sdpa", "varlen"]
@@ -22,13 +28,17 @@ def make_qkv(batch, seq_len, heads=4, kv_heads=2, width=16, dtype=torch.float64,
     )
 
 
-def reference(q, k, v, allowed_BSS, scale=SCALE):
+def reference(q, k, v, allowed_BSS, scale=SCALE, sinks=None):
     """Explicit softmax, one key/value head per h // (H / G)."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
     scores = scores.masked_fill(~allowed_BSS[:, None], float("-inf"))
-    return torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v)
+    if sinks is None:
+        return torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v)
+    sinks = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhst,bthk->bshk", weights, v)
 
 
 def causal(batch, seq_len):
@@ -117,6 +127,36 @@ def test_a_window_is_a_dense_mask(backend, window, has_documents):
     weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
     found, wanted = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (out, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("has_documents", [True, False])
+def test_sinks_and_their_gradients(backend, window, has_documents):
+    """Large and small ones: most of a softmax, and next to nothing of it."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(2, 11))
+    sinks = torch.tensor([-20.0, -1.0, 0.5, 6.0], dtype=torch.float64, requires_grad=True)
+    ids = torch.zeros(2, 11, dtype=torch.int64)
+    if has_documents:
+        ids[0, 3:], ids[1, 7:] = 1, -1
+    mask = build_attention_mask(
+        ids if has_documents else None, backend, window=window, tokens_BS=ids, has_sinks=True
+    )
+    out = attention(q, k, v, mask, SCALE, sinks)
+    expected = reference(q, k, v, seen_in_window(ids, window), sinks=sinks)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    found, wanted = (
+        torch.autograd.grad((x * weights).sum(), (q, k, v, sinks)) for x in (out, expected)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_the_operator_of_sinks_is_one_for_torch():
+    q, k, v = (x.flatten(0, 1).float().requires_grad_() for x in make_qkv(1, 8))
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    operands = q, k, v, torch.randn(4, requires_grad=True), starts, 8, SCALE, [2, 0]
+    torch.library.opcheck(sink_attention, operands)
 
 
 def test_a_document_that_comes_back_is_one_document():

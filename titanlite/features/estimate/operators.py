@@ -72,6 +72,7 @@ _HOST_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _HOST_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _VARLEN = torch.ops.torch_attn._varlen_attn.default
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward.default
+_SINKS, _SINKS_BACKWARD = _own.sink_attention.default, _own.sink_attention_backward.default
 GROUPED_OPS = {
     _own.grouped_mm,
     _own.grouped_mm_wgrad,
@@ -84,6 +85,8 @@ ATTENTION_OPS = {
     _FLASH_BACKWARD: "flash",
     _VARLEN: "flash",
     _VARLEN_BACKWARD: "flash",
+    _SINKS: "flash",
+    _SINKS_BACKWARD: "flash",
     _HOST_FLASH: "flash",
     _HOST_FLASH_BACKWARD: "flash",
     _EFFICIENT: "masked",
@@ -108,11 +111,11 @@ def _attention_flops(given: dict[str, Any], is_backward: bool) -> int:
     width, value_width = query.shape[-1], value.shape[-1]
     widths = 3 * width + 2 * value_width if is_backward else width + value_width
     flops = 2 * pairs * widths
-    before, _ = given.get("window_size") or (-1, -1)
+    before, after = given.get("window_size") or (-1, -1)
     if before >= 0:
         window = min(before + 1, longest)
         return flops * window * (2 * longest - window) // (2 * longest**2)
-    return flops - flops // 2 if given.get("is_causal") else flops
+    return flops - flops // 2 if given.get("is_causal") or after == 0 else flops
 
 
 def count_flops(
@@ -187,6 +190,8 @@ _KERNELS = {
     "titanlite::delta_inputs_backward": 2,
     "titanlite::rotate_heads_backward": 4,
     "torch_attn::_varlen_attn_backward": 3,
+    "titanlite::sink_attention": 5,
+    "titanlite::sink_attention_backward": 9,
 }
 
 
@@ -363,5 +368,6 @@ _INSIDE = {
     _own.reduce_scatter.default: _pieces,
     _FLASH_BACKWARD: _flash_backward_inside,
     _VARLEN_BACKWARD: _flash_backward_inside,
+    _SINKS_BACKWARD: _flash_backward_inside,
     _EFFICIENT_BACKWARD: _efficient_backward_inside,
 }

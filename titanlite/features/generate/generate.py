@@ -427,11 +427,17 @@ class LayerCache:
         return self._cache.lengths_B
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: AttentionMask,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._keys is None or self._values is None:
             self._keys, self._values = self._start(k), self._start(v)
-            return attention(q, k, v, mask, scale)
+            return attention(q, k, v, mask, scale, sinks)
         cache = self._cache
         count = len(cache.rows_B)
         visible_BT = cache.visible(mask.window)
@@ -439,7 +445,12 @@ class LayerCache:
         self._values[cache.rows_B, :, cache.lengths_B] = v[0, :count]
         used = visible_BT.shape[1]
         out_BHK = cached_attention(
-            q[0, :count], self._keys[:, :, :used], self._values[:, :, :used], visible_BT, scale
+            q[0, :count],
+            self._keys[:, :, :used],
+            self._values[:, :, :used],
+            visible_BT,
+            scale,
+            sinks,
         )
         return F.pad(out_BHK, (0, 0, 0, 0, 0, q.shape[1] - count)).unsqueeze(0)
 
@@ -457,9 +468,10 @@ def cached_attention(
     v_BGTV: torch.Tensor,
     visible_BT: torch.Tensor,
     scale: float,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention of one new query per row over T cached keys; `visible_BT` (bool) masks
-    those it sees.
+    those it sees. `sinks_H` are as in `attention`.
 
     Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite
     where they are not visible too: their weight is 0, and 0 * nan is nan.
@@ -467,6 +479,13 @@ def cached_attention(
     # Heads that share a key/value head are treated as that many queries: the cache is never
     # repeated.
     q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
+    if sinks_H is not None:
+        scores_BGRT = (q_BGRK @ k_BGTK.mT).float() * scale
+        scores_BGRT = scores_BGRT.masked_fill(~visible_BT[:, None, None], float("-inf"))
+        sinks_GR1 = sinks_H.float().view(*q_BGRK.shape[1:3], 1)
+        sinks_BGR1 = sinks_GR1.expand(len(q_BHK), *sinks_GR1.shape)
+        weights_BGRT = torch.cat([scores_BGRT, sinks_BGR1], -1).softmax(-1)[..., :-1]
+        return (weights_BGRT.to(v_BGTV.dtype) @ v_BGTV).flatten(1, 2)
     out_BGRV = F.scaled_dot_product_attention(
         q_BGRK, k_BGTK, v_BGTV, attn_mask=visible_BT[:, None, None, :], scale=scale
     )

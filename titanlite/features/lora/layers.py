@@ -156,7 +156,8 @@ class LoRAExperts(Experts):
         dtype: torch.dtype,
     ) -> None:
         super().__init__(config)
-        self.gate_up_proj, self.down_proj = base.gate_up_proj, base.down_proj
+        for name, param in base.named_parameters(recurse=False):
+            self.register_parameter(name, param)
         self._adapter_sources = _add_expert_adapters(self, adapted, section, dtype)
 
     def declare_sources(self) -> dict[str, Source]:
@@ -165,7 +166,7 @@ class LoRAExperts(Experts):
     @property
     def is_fused(self) -> bool:
         # Not by super(), through which torch 2.11 traces no property.
-        return self.multiply is None and not self.adapter_enabled
+        return self.multiply is None and not self.is_biased and not self.adapter_enabled
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         y = super().project(name, x, offsets_E)

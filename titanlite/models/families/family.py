@@ -308,6 +308,11 @@ class Family:
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
         default_factory=dict
     )
+    # Names of tensors in checkpoints where they are not those of the decoder: patterns of its
+    # names, and what is there instead.
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    # True: all experts of a layer are stored in one tensor, with inputs before outputs.
+    transposes_experts: bool = False
     # The model of which it may be a part.
     larger: Larger | None = None
     # True: a folder with all experts of a layer in one tensor is saved so, too.

@@ -1,0 +1,71 @@
+"""gpt-oss (arXiv:2508.10925): attention with sinks, in every second layer in a window of 128
+tokens; router and experts with biases, and a clamped SwiGLU.
+
+Experts are stored with inputs before outputs. Published folders have them in MXFP4, which is read,
+and saved as bfloat16.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from titanlite.config.model import ModelConfig, RopeScaling
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family
+
+_FIXED: dict[str, Any] = {
+    "qk_norm": False,
+    "attention_sinks": True,
+    "biased_experts": True,
+    "score_func": "softmax",
+    "norm_topk_prob": True,  # softmax over the chosen logits is this
+}
+_GPT_OSS = ModelConfig(
+    family="gpt_oss",
+    vocab_size=201088,
+    hidden_size=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=150000.0,
+    rope_scaling=RopeScaling(
+        "yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
+    ),
+    attention_bias=True,
+    num_experts=32,
+    top_k=4,
+    moe_intermediate_size=2880,
+    sliding_window=128,
+    window_pattern="sf",
+    **_FIXED,
+)
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    keys={
+        **{ours: theirs for ours, theirs in COMMON_KEYS.items() if ours != "intermediate_size"},
+        "moe_intermediate_size": "intermediate_size",
+        "num_experts": "num_local_experts",
+        "top_k": "num_experts_per_tok",
+        "sliding_window": "sliding_window",
+        "window_pattern": "layer_types",
+    },
+    fixed=_FIXED,
+    required={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    stored_names={r"\.mlp\.gate\.(weight|bias)$": r".mlp.router.\1"},
+    transposes_experts=True,
+    presets={
+        "debug": replace(
+            _GPT_OSS,
+            **DEBUG_EXPERTS | {"intermediate_size": _GPT_OSS.intermediate_size},
+            rope_scaling=RopeScaling(
+                "yarn", factor=4.0, original_max_position_embeddings=512, truncate=False
+            ),
+            sliding_window=16,
+        ),
+        "20B": _GPT_OSS,
+        "120B": replace(_GPT_OSS, num_layers=36, num_experts=128),
+    },
+)
