@@ -211,6 +211,7 @@ def _decode(dtype: str) -> Iterator[Case]:
     for layout in BLOCK_FORMATS.values():
         records = blocks.VALUES // layout.block
         constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": records}
+        constants["LOW_FIRST"] = layout.low_first
         tile = launch.Tile(1, blocks.VALUES, 1, blocks.WARPS, 3, 1)
         kernel = blocks.decode_blocks_kernel
         yield Case(

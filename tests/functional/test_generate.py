@@ -21,7 +21,10 @@ from titanlite.models.families import family_of
 from titanlite.preflight import check
 
 FAMILIES = EVERY_FAMILY | {
-    "ministral": ["--model.name=ministral", "--model.overrides.sliding_window=4"],
+    **{
+        name: [f"--model.name={name}", "--model.overrides.sliding_window=4"]
+        for name in ("ministral", "gpt_oss")
+    },
     # The prompts are as long as its pretraining was, and their continuations longer.
     "yarn": [
         "--model.name=qwen2",
@@ -35,7 +38,7 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "ministral"},
+    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "ministral", "gpt_oss"},
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }

@@ -39,6 +39,7 @@ FAMILIES = {
     "deepseek_v3": ["--model.name=deepseek_v3", "--model.overrides.attention_bias=true"],
     "qwen3_next": ["--model.name=qwen3_next"],
     "ministral": ["--model.name=ministral"],
+    "gpt_oss": ["--model.name=gpt_oss"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
@@ -189,6 +190,9 @@ FSDP4          qwen3_next              1
 TP2xFSDP2      qwen3_next              1 selective_ac
 EP2xFSDP2      qwen3_next              2 full_ac
 TP2xFSDP2      ministral               2 full_ac
+FSDP4          gpt_oss                 1
+TP2xFSDP2      gpt_oss                 1 selective_ac operators
+EP2xFSDP2      gpt_oss                 2 full_ac
 TP2xEP4        dots1                   1 full_ac
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
@@ -213,6 +217,7 @@ PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=
 PP2xFSDP2      uneven                  4
 PP2xTP2        deepseek_v3             4
 PP2xFSDP2      qwen3_next              4
+PP2xFSDP2      gpt_oss                 4
 PP2xTP2xEP2    muon_dots1              4
 
 FSDP4          deep                    4 once_per_step weekly
@@ -244,6 +249,8 @@ CP2xTP2xEP4    deepseek_v3             2 selective_ac
 CP2xTP2        qwen3_next              1
 CP2xFSDP2      qwen3_next              2 selective_ac
 CP2xTP2        ministral               1
+CP2xTP2        gpt_oss                 2 full_ac
+CP2xFSDP2      gpt_oss                 1
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2

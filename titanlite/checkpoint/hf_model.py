@@ -27,6 +27,7 @@ from titanlite.checkpoint.folder import (
     read_model_headers,
     shown,
 )
+from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names, with_base_prefix
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
@@ -41,7 +42,7 @@ from titanlite.checkpoint.pieces import (
     is_sidecar,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, place_packed
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import assets_folder
@@ -181,6 +182,7 @@ class HFCheckpoint:
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
+        self._packed = find_packed(self.stored.tensors)
         # a selection bias that the family has may be absent; then it is zero
         self.absent_bias = False
         self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
@@ -269,10 +271,18 @@ class HFCheckpoint:
         """Return the pieces in the model's own files; any family's experts may be fused there."""
         is_fused = self.layout.key(name) in self.stored.tensors
         layout = replace(self.layout, is_fused=is_fused)
-        return list(checkpoint_pieces(name, shape, self._config, layout))
+        pieces = list(checkpoint_pieces(name, shape, self._config, layout))
+        if pieces[0].key in self._packed:  # not transposed, as other forms of it may be
+            return [replace(pieces[0], key=f"{pieces[0].key}_blocks", shape=shape)]
+        return pieces
 
     def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
         stored = self.stored.tensors[piece.key]
+        if (packed := self._packed.get(piece.key.removesuffix("_blocks"))) is not None:
+            used.add(packed[1].key)
+            if problem := describe_misfit(packed, piece.shape, *piece.shape[1:]):
+                problems.append(f"{self.name}: {problem}.")
+            return [] if problem else place_packed(packed, piece.region)
         if stored.shape != piece.shape:
             problems.append(
                 f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects "

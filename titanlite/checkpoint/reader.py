@@ -26,6 +26,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
+from titanlite.checkpoint import mxfp4
 from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.materialize import ReadRequest, Region
@@ -37,7 +38,7 @@ JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
 @dataclass(frozen=True)
 class Placed:
     """A stored tensor and the region of the run-time tensor that it holds; `scale` has the factors
-    of an FP8 weight.
+    of an FP8 weight, or of an MXFP4 one, whose codes are uint8.
     """
 
     stored: StoredTensor
@@ -47,10 +48,23 @@ class Placed:
     row: int = 0  # of the tensor that `scale` has factors of, the first one of `stored`
     is_transposed: bool = False  # `stored` has the last two dims of `region` exchanged
 
+    @property
+    def is_packed(self) -> bool:
+        """Return True for MXFP4."""
+        return self.scale is not None and self.stored.dtype == torch.uint8
+
     def box_of(self, box: Region) -> Region:
         """Return the part `box` of the run-time tensor in coordinates of `stored`."""
         here = box.within(self.region)
         return here.transposed() if self.is_transposed else here
+
+
+def place_packed(packed: tuple[StoredTensor, StoredTensor], region: Region) -> list[Placed]:
+    """Return an MXFP4 weight, all of `region`, as a stored tensor of its codes with its scales."""
+    blocks, scales = packed
+    *outer, count, size = blocks.shape
+    codes = blocks._replace(shape=(*outer, count * size))
+    return [Placed(codes, region, scales, (1, mxfp4.BLOCK))]
 
 
 def place(
@@ -329,13 +343,19 @@ def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> N
     nbytes = box.numel * stored.dtype.itemsize
     buffer = _buffer(buffers, device, nbytes)
     raw = buffer.memory[:nbytes]
-    _read_bytes(files, placed, box, bytes_of(raw))
+    if not placed.is_packed:
+        _read_bytes(files, placed, box, bytes_of(raw))
     values = raw.view(stored.dtype).view(box.lengths)
     is_kept = False
     if placed.scale is not None:
         is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
         is_kept = is_kept and not placed.is_transposed
-        values = _dequantize(files, placed, box, values, encoding if is_kept else None)
+        kept_by = encoding if is_kept else None
+        values = (
+            _read_packed(files, placed, box, kept_by)
+            if placed.is_packed
+            else _dequantize(files, placed, box, values, kept_by)
+        )
     if placed.is_transposed:
         values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
@@ -361,6 +381,33 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
         nbytes = length * size
         read_bytes(files, stored.file, memory[:nbytes], stored.offset + first * size)
         memory = memory[nbytes:]
+
+
+def _read_packed(
+    files: Mapping[Path, int], placed: Placed, box: Region, kept_by: Encoding | None
+) -> torch.Tensor:
+    """Read the blocks and scales of an MXFP4 weight that `box` touches; return float32 values, or
+    both encoded unchanged.
+    """
+    assert placed.scale is not None
+    (*starts, left), (*lengths, width) = box.starts, box.lengths
+    first = left // mxfp4.BLOCK
+    count = -(-(left + width) // mxfp4.BLOCK) - first
+    found = []
+    for part, size in ((placed.stored, mxfp4.BLOCK // 2), (placed.scale, 1)):
+        touched = Region((*starts, first * size), (*lengths, count * size))
+        held = torch.empty(math.prod(lengths), count * size, dtype=torch.uint8)
+        memory = bytes_of(held.view(-1))
+        for start, length in touched.runs(part.shape):
+            read_bytes(files, part.file, memory[:length], part.offset + start)
+            memory = memory[length:]
+        found.append(held)
+    blocks, scales = found
+    if kept_by is not None:
+        return kept_by.keep(blocks, mxfp4.read_scales(scales))
+    values = mxfp4.unpack(blocks.unflatten(1, (count, -1)), scales)
+    before = left - first * mxfp4.BLOCK
+    return values[:, before : before + width].reshape(box.lengths)
 
 
 def _dequantize(

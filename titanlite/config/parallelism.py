@@ -278,7 +278,12 @@ def _check_native(
         ),
     )
     form = job.lora.base_dtype
-    if form in BLOCK_SIZES and tp > 1:
+    if form == "mxfp4" and not model.num_experts:
+        problems.append(
+            "lora.base_dtype = 'mxfp4' keeps experts, and the model has none. Set it to 'nf4' or "
+            "'fp8'."
+        )
+    elif form in BLOCK_SIZES and form != "mxfp4" and tp > 1:
         inputs = dict(item for part in parts for item in part.inputs.items())
         problems += [
             f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} "

@@ -147,7 +147,7 @@ class OptimizerSection:
     )
 
 
-BLOCK_SIZES = {"fp8": 128, "nf4": 64}
+BLOCK_SIZES = {"fp8": 128, "nf4": 64, "mxfp4": 32}
 """Values of a row that share a factor, for the values of `lora.base_dtype` that are no dtypes."""
 
 
@@ -174,11 +174,11 @@ class LoRASection:
     use_rslora: bool = setting(
         False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)."
     )
-    base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4"] = setting(
+    base_dtype: Literal["auto", "float32", "bfloat16", "fp8", "nf4", "mxfp4"] = setting(
         "auto",
         "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) "
         "and 'nf4' (4.5 bits; QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the "
-        "rest as with 'auto'.",
+        "rest as with 'auto'. 'mxfp4' (5 bits): experts alone, as gpt-oss is published.",
     )
 
 

@@ -7,6 +7,10 @@ arXiv:2305.14314).
   their largest magnitude. Two codes are in a byte, the first one in the upper half, as in
   bitsandbytes.
 
+- `mxfp4`: codes are e2m1 (OCP Microscaling Formats 1.0), 32 values share a power of two. Two codes
+  are in a byte, the first one in the lower half. Of experts alone, which are kept bit for bit where
+  they are stored so.
+
 A record holds the codes of one run and after them its factor, float32 in the byte order of the
 machine. Records follow one another along the last dim of a weight and are independent, so a weight
 may be cut between any rows, and along its columns between records.
@@ -30,6 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from titanlite.checkpoint.mxfp4 import E2M1
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding
@@ -61,11 +66,13 @@ class BlockFormat:
         name: as in the configuration.
         block: values in a record.
         code_bytes: bytes of their codes.
+        low_first: of two codes in a byte, the first one is in the lower half.
     """
 
     name: str
     block: int
     code_bytes: int
+    low_first: bool = False
 
     @property
     def record_bytes(self) -> int:
@@ -78,7 +85,8 @@ class BlockFormat:
 
 FP8 = BlockFormat("fp8", BLOCK_SIZES["fp8"], code_bytes=128)
 NF4 = BlockFormat("nf4", BLOCK_SIZES["nf4"], code_bytes=32)
-BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4)}
+MXFP4 = BlockFormat("mxfp4", BLOCK_SIZES["mxfp4"], code_bytes=16, low_first=True)
+BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4, MXFP4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
@@ -88,6 +96,8 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
     largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
+    if layout is MXFP4:
+        return _encode_mxfp4(values_NnB, largest_Nn1)
     # The smallest normal float32: blocks of zeros need a factor, too, and no 0 / 0.
     factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(
         min=torch.finfo(torch.float32).tiny
@@ -106,13 +116,27 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     return _join(index_NnB[..., 0::2] << 4 | index_NnB[..., 1::2], factor_Nn1)
 
 
-def keep_fp8(codes_NW: torch.Tensor, factors_Nn: torch.Tensor) -> torch.Tensor:
-    """Join codes that are float8_e4m3fn already, and the factor of every 128 of them, into records
-    of `fp8`, uint8.
+def _encode_mxfp4(values_NnB: torch.Tensor, largest_Nn1: torch.Tensor) -> torch.Tensor:
+    """Encode as the specification says: the largest magnitude gets the largest exponent of e2m1,
+    and what is above 6 then becomes 6.
     """
-    return _join(
-        _in_blocks(codes_NW.view(torch.uint8), FP8), factors_Nn.to(torch.float32).unsqueeze(-1)
-    )
+    _, exponent_Nn1 = largest_Nn1.frexp()
+    factor_Nn1 = torch.ones_like(largest_Nn1).ldexp((exponent_Nn1 - 3).clamp(min=-126))
+    factor_Nn1 = torch.where(largest_Nn1.isnan(), torch.nan, factor_Nn1)
+    magnitudes = _table(MXFP4.name, values_NnB.device)[:8]
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    codes = torch.bucketize(values_NnB.abs() / factor_Nn1, middles, out_int32=True)
+    codes = (codes + 8 * (values_NnB < 0)).to(torch.uint8)
+    return _join(codes[..., 0::2] | codes[..., 1::2] << 4, factor_Nn1)
+
+
+def keep_codes(codes: torch.Tensor, factors_Nn: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+    """Join codes (N, bytes) that are those of `layout` already, and the factor of every record,
+    into records, uint8.
+    """
+    codes = codes.view(torch.uint8)
+    parts = _in_blocks(codes, FP8) if layout is FP8 else codes.unflatten(1, (-1, layout.code_bytes))
+    return _join(parts, factors_Nn.to(torch.float32).unsqueeze(-1))
 
 
 def _in_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
@@ -132,7 +156,8 @@ def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
     if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
         return 0
     codes, factor = _split(records, layout)
-    bad = ~factor.squeeze(-1).isfinite()
+    largest = 6 if layout is MXFP4 else 1
+    bad = ~(factor.squeeze(-1) * largest).isfinite()
     if layout is FP8:  # has no infinity, and two NaN
         bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
     return int(bad.sum())
@@ -200,7 +225,7 @@ def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     """Return what codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
     if layout is FP8:
         return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
-    return F.embedding(codes.to(torch.int32), _nf4_pairs(codes.device)).flatten(-2)
+    return F.embedding(codes.to(torch.int32), _pairs(layout, codes.device)).flatten(-2)
 
 
 @cache
@@ -211,6 +236,8 @@ def _table(layout: str, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False), torch.device(device):
         if layout == NF4.name:
             return torch.tensor(_NORMAL_FLOAT, dtype=torch.float32)
+        if layout == MXFP4.name:
+            return torch.tensor(E2M1, dtype=torch.float32)
         return (
             torch.arange(256, dtype=torch.int32)
             .to(torch.uint8)
@@ -220,11 +247,12 @@ def _table(layout: str, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _nf4_pairs(device: torch.device) -> torch.Tensor:
+def _pairs(layout: BlockFormat, device: torch.device) -> torch.Tensor:
     """Return what the two codes in each of the 256 bytes stand for, float32 (256, 2)."""
-    table = _table(NF4.name, device)
+    table = _table(layout.name, device)
     with torch.inference_mode(False):
-        return torch.cartesian_prod(table, table)
+        pairs = torch.cartesian_prod(table, table)
+        return pairs.flip(-1).contiguous() if layout.low_first else pairs
 
 
 @dataclass(frozen=True)
@@ -252,10 +280,11 @@ class BlockEncoding:
         return encode_blocks(values, self.layout).flatten(1)
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
-        return self.layout is FP8 and dtype == torch.float8_e4m3fn and block[1] == FP8.block
+        codes = {FP8: torch.float8_e4m3fn, MXFP4: torch.uint8}.get(self.layout)
+        return dtype == codes and block[1] == self.layout.block
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return keep_fp8(codes, factors).flatten(1)
+        return keep_codes(codes, factors, self.layout).flatten(1)
 
     def count_not_finite(self, local: torch.Tensor) -> int:
         return count_not_finite(local, self.layout)
@@ -266,7 +295,7 @@ def encode_weights(model: Model, format_name: str) -> None:
     in place, on meta.
 
     Call before sharding. Embedding, output head, routers, and layers of `TransformersModel` stay as
-    they are.
+    they are; in `mxfp4` all but experts.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
@@ -277,6 +306,8 @@ def encode_weights(model: Model, format_name: str) -> None:
     )
     for module in model.modules():
         if isinstance(module, Linear) and not isinstance(module, OutputHead):
+            if layout is MXFP4:
+                continue
             module.weight = _encoded(module.weight, layout)
             module.multiply = multiply
         elif isinstance(module, Experts):

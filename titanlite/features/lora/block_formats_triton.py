@@ -27,6 +27,7 @@ def decode_blocks(
     pointers = (records, records.view(torch.float32), table, out)
     sizes = (count, records.shape[-2], out.shape[-1])
     constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}
+    constants["LOW_FIRST"] = layout.low_first
     with device_of(records):
         decode_blocks_kernel[(triton.cdiv(count, at_once),)](
             *pointers, *sizes, **constants, num_warps=WARPS
@@ -45,6 +46,7 @@ def decode_blocks_kernel(
     BLOCK: tl.constexpr,
     CODE_BYTES: tl.constexpr,
     RECORDS: tl.constexpr,
+    LOW_FIRST: tl.constexpr,
 ):
     """Values of RECORDS records. `codes` and `factors` are the same memory, as bytes and as
     float32.
@@ -60,7 +62,8 @@ def decode_blocks_kernel(
         other=0,
     ).to(tl.int32)
     if PER_BYTE == 2:
-        code = (code >> ((1 - j % 2) * 4)[None, :]) & 15
+        half = j % 2 if LOW_FIRST else 1 - j % 2
+        code = (code >> (half * 4)[None, :]) & 15
     factor = tl.load(
         factors_ptr + record * (RECORD_BYTES // 4) + CODE_BYTES // 4, mask=here, other=0.0
     )

@@ -209,9 +209,7 @@ def _lay_out(
             else [whole(entry.fqn, entry.info.shape)]
         )
         for piece in pieces:
-            item = Item(
-                piece.key, stored, piece.region, piece.shape, entry.tensor, entry.region, mine=True
-            )
+            item = Item.of(piece, stored, entry.tensor, entry.region, mine=True)
             (model if has_key else sidecar).append(item)
             values[piece.key] = partial(_read, entry)
     stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"

@@ -26,6 +26,7 @@ from titanlite.checkpoint.folder import (
     shown,
 )
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
+from titanlite.checkpoint.mxfp4 import find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
@@ -44,7 +45,6 @@ from titanlite.features.transformers.conversion import (
     NotTraceable,
     Traced,
     TracedPart,
-    find_packed,
     loading_groups,
     saving_groups,
 )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from titanlite.checkpoint.folder import FP8, Stored, StoredTensor, shown
+from titanlite.checkpoint.folder import FP8, Stored, StoredTensor
+from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed, unpack
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, timed
 from titanlite.features.transformers.model import TransformersModel
@@ -388,36 +388,7 @@ class ConvertingReader:
         return values
 
 
-# --- MXFP4 of gpt-oss (OCP Microscaling Formats 1.0, sections 5.3 and 6): dequantized while it is
-# read. `*_blocks` (E, R, C / 32, 16) has two values of 4 bits (e2m1) in a byte, the first one in
-# the lower half; `*_scales` (E, R, C / 32) an exponent (e8m0) for each 32 values of a row. The
-# class has the matrix transposed: (E, C, R).
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def find_packed(
-    tensors: Mapping[str, StoredTensor],
-) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """Return blocks and scales of the MXFP4 weights among `tensors`, by the name without `_blocks`
-    and `_scales`.
-    """
-    names = [key.removesuffix("_blocks") for key in tensors if key.endswith("_blocks")]
-    return {
-        n: (tensors[f"{n}_blocks"], tensors[f"{n}_scales"])
-        for n in names
-        if f"{n}_scales" in tensors
-    }
-
-
-def _unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values (R, 32 G), float32, of blocks (R, G, 16) and scales (R, G), both uint8; 255
-    stands for NaN.
-    """
-    table = torch.tensor(_E2M1, device=blocks.device)
-    pairs = torch.cartesian_prod(table, table).flip(-1).contiguous()  # of the 256 bytes
-    values = F.embedding(blocks.to(torch.int32), pairs).flatten(-2)
-    return values.mul_(scales.view(torch.float8_e8m0fnu).to(torch.float32).unsqueeze(-1)).flatten(1)
+# --- MXFP4 of gpt-oss (`checkpoint.mxfp4`). The class has the matrix transposed: (E, C, R).
 
 
 class Mxfp4Reader:
@@ -442,17 +413,9 @@ class Mxfp4Reader:
         """Add the tensor `name` of `shape` (E, C, R), stored as the MXFP4 weight `key`; or return
         what is wrong.
         """
-        blocks, scales = self._sources[name] = self._packed[key]
-        expected = (
-            (shape[0], shape[2], shape[1] // 32) if len(shape) == 3 and not shape[1] % 32 else ()
-        )
-        wanted = [((*expected, 16), torch.uint8), (expected, torch.uint8)]
-        if expected and [(part.shape, part.dtype) for part in (blocks, scales)] == wanted:
-            return ""
-        found = " and ".join(
-            f"{shown(part.key)} {part.dtype} {part.shape}" for part in (blocks, scales)
-        )
-        return f"{found} are not {shape} in MXFP4, which is uint8"
+        self._sources[name] = self._packed[key]
+        rows, columns = shape[:0:-1] if len(shape) == 3 else (0, 1)
+        return describe_misfit(self._packed[key], shape, rows, columns)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of
@@ -473,7 +436,7 @@ class Mxfp4Reader:
             values = torch.empty(lengths, dtype=torch.uint8, device=request.destination.device)
             reads.append(ReadRequest(part.key, region, values))
         self._reader.read_quietly(reads)
-        values = _unpack(*(read.destination.squeeze(0) for read in reads))
+        values = unpack(*(read.destination.squeeze(0) for read in reads))
         request.destination[expert].copy_(values[:, request.region.slices[1]].mT)
 
     def _count_bytes(self, request: ReadRequest) -> int:
