@@ -55,9 +55,9 @@ def write_fp8(
     return expected
 
 
-def write_mxfp4(folder):
-    """Rewrite a gpt-oss with random experts in MXFP4; return what they must be read as, in float32,
-    by key.
+def write_mxfp4(folder, exponents=(90, 140)):
+    """Rewrite a gpt-oss with random experts in MXFP4, with scales from a range of them; return what
+    they must be read as, in float32, by key.
     """
     tensors, expected = load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def write_mxfp4(folder):
     ]:
         experts, cols, rows = tensors.pop(key).shape
         codes = torch.randint(0, 16, (experts, rows, cols), generator=generator)
-        scales = torch.randint(90, 140, (experts, rows, cols // 32), generator=generator)
+        scales = torch.randint(*exponents, (experts, rows, cols // 32), generator=generator)
         values = torch.tensor(_E2M1, dtype=torch.float64)[codes] * 2.0 ** (
             scales.double() - 127
         ).repeat_interleave(32, -1)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from quantized_folder import write_fp8
+from quantized_folder import write_fp8, write_mxfp4
 from safetensors.torch import load_file, save_file
 
 from titanlite.assemble import assemble
@@ -48,6 +48,7 @@ MODELS = {
     "qwen3": ("qwen3", {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256}),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "qwen3_next": ("qwen3_next", DELTA),
+    "gpt_oss": ("gpt_oss", {k: v for k, v in SIZES.items() if k != "intermediate_size"}),
 }
 SELECTIVE = "--activation_checkpoint.mode=selective"
 FULL = "--activation_checkpoint.mode=full"
@@ -191,6 +192,24 @@ def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
             assert torch.equal(
                 decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain
             ), name
+
+
+def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
+    """Each of 4 ranks reads its own blocks, and trains on what they stand for."""
+    folder = tmp_path / "mxfp4"
+    shutil.copytree(base_of("gpt_oss"), folder)
+    expected = write_mxfp4(folder, (119, 123))
+    (dequantized,) = warm_run(Degrees(), *settings(folder, "gpt_oss", "float32"), steps=STEPS)
+    name = "model.layers.1.mlp.experts.down_proj"
+    plain = dequantized.weights[name]
+    assert torch.equal(plain.mT, expected[name])
+    mxfp4, given = BLOCK_FORMATS["mxfp4"], settings(folder, "gpt_oss", "mxfp4")
+    for mesh in ("FSDP4", "TP2xEP2"):
+        kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
+        assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE), mesh
+        assert torch.equal(
+            decode_blocks(kept.weights[name], mxfp4, plain.shape[-1], torch.float32), plain
+        )
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):

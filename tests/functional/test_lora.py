@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from files import file_digest
+from quantized_folder import write_mxfp4
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.functional.conftest import train_to_the_end
 from tests.saving import whole
@@ -33,6 +35,7 @@ FAMILIES = {
     "qwen3_moe": [],
     "qwen3": ["--model.name=qwen3"],
     "dots1": ["--model.name=dots1"],
+    "gpt_oss": ["--model.name=gpt_oss"],
     "few_experts": ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"],
 }
 FULL_AC = "--activation_checkpoint.mode=full"
@@ -236,6 +239,32 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
     export_merged(step, tmp_path / "merged", torch.float32)
     config = json.loads((tmp_path / "merged/config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 777
+
+
+def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tmp_path):
+    """Trained on 4 ranks, each with its blocks; transformers reads what is exported, and adds up
+    the same.
+    """
+    base = tmp_path / "base"
+    shutil.copytree(base_of("gpt_oss"), base)
+    expected = write_mxfp4(base, (119, 123))
+    kept = ["--lora.base_dtype=mxfp4", f"--checkpoint.initial_load_path={base}"]
+    steps = ["--training.steps=2", "--checkpoint.interval=2", "--lora.targets=experts"]
+    train(meshes["EP2xFSDP2"], tmp_path / "run", *overrides_of("gpt_oss", *kept, *steps))
+    step = tmp_path / "run/checkpoint/step-2"
+    adapters = load_file(step / ADAPTER_FILE)
+    export_merged(step, tmp_path / "merged", torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    found = dict(merged.named_parameters())
+    prefix = "base_model.model."
+    for key, weight in expected.items():  # (E, in, out)
+        module, _, leaf = key.rpartition(".")
+        inner = "" if leaf == "down_proj" else ".base_layer"
+        a, b = (adapters[f"{prefix}{module}{inner}.lora_{leaf}.weight"] for leaf in "AB")
+        a_Eri, b_orE = a.unflatten(0, (len(weight), -1)), b.unflatten(1, (-1, len(weight)))
+        delta = 2 * torch.einsum("eri,ore->eio", a_Eri, b_orE)
+        assert delta.abs().max() > 1e-4
+        torch.testing.assert_close(found[key], weight + delta, rtol=0, atol=1e-6)
 
 
 def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):
