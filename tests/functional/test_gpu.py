@@ -16,7 +16,7 @@ from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.features.generate.generate import choose_tokens
 from titanlite.ops import elementwise, group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
-from titanlite.ops.attention import build_attention_mask
+from titanlite.ops.attention import attention, build_attention_mask
 from titanlite.ops.delta_inputs import delta_inputs
 from titanlite.ops.gated_delta import find_triton_problem, gated_delta_rule, l2_norm
 from titanlite.ops.matmul import keep_float32, sum_over_rows, wide_linear
@@ -174,6 +174,28 @@ def test_a_batch_finds_its_documents_before_it_is_moved():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert mask.starts_N1 is not None and mask.starts_N1.tolist() == [0, 2, 4, 5, 7, 8]
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_flash_in_windows_and_with_sinks(window, has_sinks):
+    """Against the masked path in float64; documents shorter and longer than the window."""
+    torch.manual_seed(0)
+    q, k, v = randn(2, 512, 8, 64), randn(2, 512, 2, 64), randn(2, 512, 2, 64)
+    sinks = torch.linspace(-3.0, 3.0, 8, device="cuda").bfloat16() if has_sinks else None
+    ids = torch.arange(512, device="cuda").expand(2, -1) // 200
+    weights = randn(2, 512, 8, 64)
+    found = []
+    for backend, dtype in (("varlen", torch.bfloat16), ("sdpa", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        own = None if sinks is None else sinks.to(dtype).requires_grad_()
+        mask = build_attention_mask(ids, backend, dtype, window=window, has_sinks=has_sinks)
+        out = attention(*leaves, mask, 0.125, own)
+        wanted = [*leaves, own] if own is not None else leaves
+        grads = torch.autograd.grad((out * weights.to(dtype)).sum(), wanted)
+        found.append((out, *grads))
+    for actual, expected in zip(*found, strict=True):
+        assert relative_error(actual, expected) < 1e-2
 
 
 def test_draws_are_possible_with_deterministic_algorithms():

@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen3_next": ["--model.name=qwen3_next"],
     "ministral": ["--model.name=ministral"],
     "gpt_oss": ["--model.name=gpt_oss"],
+    "olmo3": ["--model.name=olmo3"],
+    "minimax_m2": ["--model.name=minimax_m2"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
@@ -191,6 +193,8 @@ TP2xFSDP2      qwen3_next              1 selective_ac
 EP2xFSDP2      qwen3_next              2 full_ac
 TP2xFSDP2      ministral               2 full_ac
 FSDP4          gpt_oss                 1
+TP2xFSDP2      olmo3                   2 selective_ac
+TP2xEP2        minimax_m2              1
 TP2xFSDP2      gpt_oss                 1 selective_ac operators
 EP2xFSDP2      gpt_oss                 2 full_ac
 TP2xEP4        dots1                   1 full_ac
@@ -251,6 +255,7 @@ CP2xFSDP2      qwen3_next              2 selective_ac
 CP2xTP2        ministral               1
 CP2xTP2        gpt_oss                 2 full_ac
 CP2xFSDP2      gpt_oss                 1
+CP2xTP2        olmo3                   1 full_ac
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2

@@ -104,6 +104,12 @@ def test_the_warning_has_patterns_that_freeze_those_parameters_alone():
     )
 
 
+def test_the_warning_says_why_indexers_have_none():
+    model = nn.ModuleDict({"self_attn": nn.ModuleDict({"indexer": nn.Linear(2, 2, bias=False)})})
+    text, _ = describe_unreached(model, ["self_attn.indexer.weight"])
+    assert text.endswith("never gets one from the language loss: it only chooses keys.")
+
+
 def unreached_after_a_step(job):
     trainer = assemble(job)
     train_steps(trainer, 1)

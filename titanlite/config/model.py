@@ -116,6 +116,9 @@ class ModelConfig:
         "Part of each head that rotary embeddings turn.", 1.0, override=False
     )
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
+    qk_norm_of_all_heads: bool = size(
+        "That norm is over all heads together.", False, override=False
+    )
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
     attention_output_bias: bool = size(
         "With attention_bias, on the o projection too.", True, override=False
@@ -166,6 +169,9 @@ class ModelConfig:
     window_pattern: str = size(
         "Which layers have the window, again and again: s have it, f do not. Empty: all have it.",
         "",
+    )
+    has_scaled_windows: bool = size(
+        "rope_scaling is of layers with a window, too.", True, override=False
     )
     attention_sinks: bool = size(
         "Each head has a learned score of nothing in its softmax.", False, override=False

@@ -26,7 +26,7 @@ from titanlite.distributed.shard import ParameterPlacements, shard_parameters
 from titanlite.materialize.layout import region_of
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Core, Part
-from titanlite.models.layers import Embedding, Linear, OutputHead
+from titanlite.models.layers import Embedding, Linear, OutputHead, SplitRMSNorm
 from titanlite.models.moe import Experts
 from titanlite.ops import VocabShard, linear_cross_entropy
 
@@ -47,9 +47,11 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             part, parts = module.share
             module.share = peers.rank * parts + part, peers.size * parts
         elif isinstance(module, Part) and module.splits:
-            for linear, dim in _split_layers(module).items():
-                if dim == 1:  # each rank adds its share of the bias, the sum has it once
-                    linear.bias_scale = 1.0 / mesh.size()
+            for layer, dim in _split_layers(module).items():
+                if isinstance(layer, SplitRMSNorm):
+                    layer.sum = partial(all_reduce, group=group)
+                elif dim == 1:  # each rank adds its share of the bias, the sum has it once
+                    layer.bias_scale = 1.0 / mesh.size()
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
         elif isinstance(module, Part):
@@ -77,15 +79,15 @@ def _placements(model: Decoder) -> ParameterPlacements:
         if isinstance(module, OutputHead | Embedding):
             found[module.weight] = Shard(0)
         elif isinstance(module, Part):
-            for linear, dim in _split_layers(module).items():
-                found |= dict.fromkeys(linear.split_parameters(dim), Shard(dim))
+            for layer, dim in _split_layers(module).items():
+                found |= dict.fromkeys(layer.split_parameters(dim), Shard(dim))
     return found
 
 
-def _split_layers(part: Part) -> dict[Linear, int]:
-    """Return the linear layers of `part` that are split; it need not have all that it names."""
+def _split_layers(part: Part) -> dict[Linear | SplitRMSNorm, int]:
+    """Return the layers of `part` that are split; it need not have all that it names."""
     layers = {getattr(part, name): dim for name, dim in part.splits.items()}
-    return {layer: dim for layer, dim in layers.items() if layer is not None}
+    return {layer: dim for layer, dim in layers.items() if isinstance(layer, Linear | SplitRMSNorm)}
 
 
 def _gather_sequence(module: nn.Module, args, *, group: str):

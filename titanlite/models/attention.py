@@ -16,7 +16,7 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source
 from titanlite.models.interface import Context, Core, LayerCache, Part
-from titanlite.models.layers import Linear, Recomputable, RMSNorm
+from titanlite.models.layers import Linear, Recomputable, RMSNorm, SplitRMSNorm
 from titanlite.ops import apply_rope, local_tensor, rotate_heads
 from titanlite.ops.attention import AttentionMask, attention
 
@@ -80,7 +80,10 @@ class Attention(SelfAttention):
     queries and keys, and sinks.
     """
 
-    splits: ClassVar = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    # The norms only where they are over all heads.
+    splits: ClassVar = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"), 0) | {
+        "o_proj": 1
+    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,10 +96,12 @@ class Attention(SelfAttention):
         o_bias = bias and config.attention_output_bias
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
         self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
-            if config.qk_norm
-            else None
-            for _ in range(2)
+            None
+            if not config.qk_norm
+            else SplitRMSNorm(heads * config.head_dim, config.rms_norm_eps)
+            if config.qk_norm_of_all_heads
+            else RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
+            for heads in (config.num_heads, config.num_kv_heads)
         )
         self.core_attention = CoreAttention(config.head_dim**-0.5)
         # of all heads on every rank, which takes those of its share
@@ -109,10 +114,12 @@ class Attention(SelfAttention):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        q_BSHK, gate_BSHK = self.q_proj(x_BSD).unflatten(-1, (-1, self.head_dim)), None
+        q_BSH, k_BSG, gate_BSHK = self.q_proj(x_BSD), self.k_proj(x_BSD), None
+        if isinstance(self.q_norm, SplitRMSNorm) and self.k_norm is not None:
+            q_BSH, k_BSG = self.q_norm(q_BSH), self.k_norm(k_BSG)
+        q_BSHK, k_BSGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BSH, k_BSG))
         if self.is_gated:
             q_BSHK, gate_BSHK = q_BSHK.unflatten(2, (-1, 2)).unbind(3)
-        k_BSGK = self.k_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         cos_sin, mask = context.by_window[self.window]
         q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, cos_sin, *self._norms())
@@ -126,10 +133,10 @@ class Attention(SelfAttention):
         return out_BSHK.flatten(2)
 
     def _norms(self) -> tuple[Any, ...]:
-        """Return the weights of the norms of queries and keys, their epsilon and offset, or
+        """Return the weights of the norms of each query and key, their epsilon and offset, or
         nothing.
         """
-        if self.q_norm is None or self.k_norm is None:
+        if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, SplitRMSNorm):
             return ()
         weights = local_tensor(self.q_norm.weight), local_tensor(self.k_norm.weight)
         return weights, self.q_norm.eps, self.q_norm.offset

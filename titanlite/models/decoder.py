@@ -8,6 +8,7 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,14 +40,15 @@ class LossSums(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Residual blocks as the family declares them, x + part(norm(x)) each."""
+    """Residual blocks as the family declares them, x + part(norm(x)) or x + norm(part(x)) each."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
         self.blocks = layer
         for block in layer:
-            norm = ResidualNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
-            setattr(self, block.norm, norm)
+            norm = RMSNorm if block.is_norm_last else ResidualNorm
+            sizes = config.hidden_size, config.rms_norm_eps, config.norm_offset
+            setattr(self, block.norm, norm(*sizes))
             setattr(self, block.name, block.part.build(config))
 
     def forward(
@@ -55,9 +57,16 @@ class DecoderLayer(nn.Module):
         """Return the hidden states and the sum of the parts' balance losses, or None."""
         aux_loss = out_BSD = None
         for block in self.blocks:
-            x_BSD, normed_BSD = getattr(self, block.norm)(x_BSD, out_BSD)
-            out = getattr(self, block.name)(normed_BSD, context, cache)
+            norm, part = getattr(self, block.norm), getattr(self, block.name)
+            if block.is_norm_last:
+                x_BSD = x_BSD if out_BSD is None else x_BSD + out_BSD
+                out = part(x_BSD, context, cache)
+            else:
+                x_BSD, normed_BSD = norm(x_BSD, out_BSD)
+                out = part(normed_BSD, context, cache)
             out_BSD, aux = out if isinstance(out, tuple) else (out, None)
+            if block.is_norm_last:
+                out_BSD = norm(out_BSD)
             if aux is not None:
                 aux_loss = aux if aux_loss is None else aux_loss + aux
         return x_BSD if out_BSD is None else x_BSD + out_BSD, aux_loss
@@ -77,6 +86,11 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in layers_of(config))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.rotary_emb = RotaryEmbedding(config)
+        self.window_rotary_emb = (
+            None
+            if config.has_scaled_windows
+            else RotaryEmbedding(replace(config, rope_scaling=None))
+        )
         self.attention_backend: AttentionBackend = "sdpa"
         self.has_sinks = config.attention_sinks
         self.windows = {part.window for part in self.modules() if isinstance(part, SelfAttention)}
@@ -97,11 +111,10 @@ class Backbone(nn.Module):
                 tokens_BS
             )
         x_BSD = self.embed_tokens(tokens_BS)
-        cos_sin = self.rotary_emb(positions_BS, x_BSD.dtype)
         masking = document_ids_BS, self.attention_backend, x_BSD.dtype, starts_N1
         by_window = {
             window: (
-                cos_sin,
+                self._table_of(window)(positions_BS, x_BSD.dtype),
                 build_attention_mask(*masking, window, tokens_BS, has_sinks=self.has_sinks),
             )
             for window in self.windows
@@ -115,6 +128,10 @@ class Backbone(nn.Module):
                 aux_losses.append(aux_loss)
         x_BSD = self.norm(x_BSD)
         return x_BSD, torch.stack(aux_losses).sum() if aux_losses else None
+
+    def _table_of(self, window: int) -> RotaryEmbedding:
+        own = self.window_rotary_emb if window else None
+        return self.rotary_emb if own is None else own
 
 
 class Decoder(Model):

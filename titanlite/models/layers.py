@@ -122,6 +122,30 @@ class ResidualNorm(RMSNorm):
         return add_rms_norm(x, update, local_tensor(self.weight), self.eps, self.offset)
 
 
+class SplitRMSNorm(RMSNorm):
+    """RMSNorm over `dim` values of which tensor parallelism gives a rank a part, with its weights.
+
+    Attributes:
+        sum: adds up the ranks' sums of squares; None: this rank has all values.
+    """
+
+    sum: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps)
+        self.dim = dim
+
+    def split_parameters(self, dim: int) -> list[nn.Parameter]:
+        return [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sum is None:
+            return super().forward(x)
+        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = self.sum(x_wide.square().sum(-1, keepdim=True)) / self.dim
+        return (x_wide * (mean + self.eps).rsqrt() * local_tensor(self.weight)).to(x.dtype)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotary frequencies `inv_freq` (rotary_dim / 2,), float32 whatever the model's dtype, from the
     configuration.

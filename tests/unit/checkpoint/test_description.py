@@ -168,7 +168,11 @@ def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
     """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both
     forms.
     """
+    if families()[family].has_rope_by_kind:
+        pytest.skip("transformers 4 has no common names for a table per kind of layer")
     for scaling in ROPES:
+        if family == "gpt_oss" and scaling == "default":
+            continue  # its class takes none for YaRN
         config = replace(
             families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling]
         )
@@ -235,6 +239,8 @@ def test_a_flavor_is_written_with_the_keys_of_a_published_folder(tmp_path):
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
+    if families()[family].has_rope_by_kind:
+        pytest.skip("it has a table for each kind of layer")
     for form in ["rope_scaling", "rope_parameters"]:
         table = {
             "type": "yarn",

@@ -46,12 +46,10 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
 
 def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str, torch.Tensor]:
     """The tensor `name` under the name and in the form of transformers' model."""
-    if name.endswith("expert_bias"):
-        return name.replace("expert_bias", family_of(config).expert_bias_key or ""), values
     pieces = list(checkpoint_pieces(name, tuple(values.shape), config, fused=True))
     parts = [values[piece.region.slices] for piece in pieces]
     found = torch.cat([part.mT for part in parts] if pieces[0].is_transposed else parts)
-    return pieces[0].key, found
+    return pieces[0].key.replace("block_sparse_moe", "mlp"), found  # as it is named when loaded
 
 
 def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:

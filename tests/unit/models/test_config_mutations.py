@@ -56,7 +56,8 @@ def base_of(family):
     """A tiny model of the family, as a folder of transformers 4 describes one."""
     preset = families()[family].presets["debug"]
     hf = families()[family].to_hf(replace(preset, **SMALL, head_dim=8, rope_scaling=None))
-    theta = hf.pop("rope_parameters")["rope_theta"]
+    table = hf.pop("rope_parameters")
+    theta = table.get("full_attention", table)["rope_theta"]
     return {
         "model_type": family,
         **hf,
@@ -119,11 +120,11 @@ def hold(folder, tiny):
         return "refused"
     ours = tiny.ours(config).eval()
     key = families()[config.family].expert_bias_key
-    values = {
-        name.replace("expert_bias", key) if key else name: tiny.as_stored(name, value, config)
+    values = dict(
+        tiny.as_stored(name, value, config)
         for name, value in ours.state_dict().items()
         if key or not name.endswith("expert_bias")
-    }
+    )
     tokens = torch.arange(14).view(1, 14) * 5 % config.vocab_size
     with torch.no_grad():
         logits = ours(tokens)

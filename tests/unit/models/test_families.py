@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
+from titanlite.base.text import list_names
 from titanlite.checkpoint.description import describe_model
 from titanlite.config import RopeScaling
 from titanlite.config.model import ModelSection
@@ -337,7 +338,7 @@ def test_files_that_cannot_be_read(tmp_path):
         ("{", "cannot read"),
         (
             "[]",
-            f"model_type 'None' has no native decoder; there are {', '.join(sorted(families()))}",
+            f"model_type 'None' has no native decoder; there are {list_names(families())}.",
         ),
         ('{"model_type": ["qwen3"]}', "has no native decoder"),
     ]:

@@ -62,4 +62,9 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
         f"so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To keep them "
         "out of the optimizer, name them in optimizer.freeze."
     )
+    if any(".indexer." in name for name in names):
+        text += (
+            " An indexer of sparse attention never gets one from the language loss: it only "
+            "chooses keys."
+        )
     return text, trained

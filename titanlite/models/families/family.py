@@ -257,6 +257,13 @@ def check_model_config(config: ModelConfig) -> list[str]:
     return problems
 
 
+NEEDS_WINDOW = (
+    lambda config: config.sliding_window > 0,
+    "sliding_window ({sliding_window}) is not positive, as transformers demands.",
+)
+"""One of `Family.rules`."""
+
+
 def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any) -> ModelConfig:
     """Return a flavor: `base` with sizes in the order of a model card: hidden, layers, heads, kv
     heads, inner.
@@ -308,9 +315,11 @@ class Family:
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
         default_factory=dict
     )
-    # Names of tensors in checkpoints where they are not those of the decoder: patterns of its
-    # names, and what is there instead.
+    # Keys of checkpoints where they are not those of most families: patterns of theirs, and what
+    # is there instead, one after another.
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    # True: config.json has a rotary table for each kind of layer, a plain one for a window.
+    has_rope_by_kind: bool = False
     # True: all experts of a layer are stored in one tensor, with inputs before outputs.
     transposes_experts: bool = False
     # The model of which it may be a part.
@@ -339,12 +348,17 @@ class Family:
         hf, config = self._read(hf, where)
         # once more, as its model: a length beside the table counts for more than that in it
         config.standardize_rope_params()
+        rope = getattr(config, "rope_parameters", None) or {}
+        windowed = rope.get("sliding_attention") if self.has_rope_by_kind else None
+        if windowed is not None:
+            rope = rope["full_attention"]
         table = {
             "rope_type": "default",
             # of a class without rotary embeddings, that of a name transformers does not know
             "rope_theta": getattr(config, "rope_theta", None),
-            **(getattr(config, "rope_parameters", None) or {}),
+            **rope,
         }
+        plain = {"rope_type": "default", "rope_theta": table["rope_theta"]}
         foreign = find_foreign(table)
         wrong = [] if foreign else list(find_wrong(table))
         lacking = [
@@ -352,6 +366,10 @@ class Family:
             *foreign,
             *self.find_lacking(config, table),
         ]
+        if windowed not in (None, plain):
+            lacking.append(
+                f"rope_parameters: sliding_attention = {show(windowed)} is not {show(plain)}."
+            )
         values = dict[str, Any]()
         for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
             if ours == "head_dim" and not hasattr(config, key):
@@ -454,6 +472,7 @@ class Family:
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         hf |= self.written
         table = original.get("rope_scaling") or original.get("rope_parameters") or {}
+        table = table.get("full_attention", table)
         rope = {"rope_theta": config.rope_theta, **rope_to_hf(config.rope_scaling, table)}
         if self.rotates_partially or PARTIAL in original:
             rope[PARTIAL] = config.partial_rotary_factor
@@ -461,4 +480,7 @@ class Family:
             hf[self.mtp_key] = 0
         if config.pad_token_id is not None:
             hf["pad_token_id"] = config.pad_token_id
+        if self.has_rope_by_kind:
+            plain = {"rope_type": "default", "rope_theta": config.rope_theta}
+            rope = {"full_attention": rope, "sliding_attention": plain}
         return hf | {"rope_parameters": rope, "architectures": [self.architecture]}

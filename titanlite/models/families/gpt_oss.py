@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.model import ModelConfig, RopeScaling
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, NEEDS_WINDOW, Family
 
 _FIXED: dict[str, Any] = {
     "qk_norm": False,
@@ -53,6 +53,7 @@ GPT_OSS = Family(
         "window_pattern": "layer_types",
     },
     fixed=_FIXED,
+    rules=(NEEDS_WINDOW,),
     required={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     stored_names={r"\.mlp\.gate\.(weight|bias)$": r".mlp.router.\1"},
     transposes_experts=True,

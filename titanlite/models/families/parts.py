@@ -28,11 +28,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block, x + part(norm(x)); the names are those of the checkpoint."""
+    """One residual block, x + part(norm(x)), or x + norm(part(x)); the names are those of the
+    checkpoint.
+    """
 
     norm: str
     name: str
     part: Part
+    is_norm_last: bool = False
 
 
 Layer = tuple[Block, ...]  # equal layers are of one kind
