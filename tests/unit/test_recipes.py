@@ -28,6 +28,8 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.toml"))
 MAKE_ARITHMETIC = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
 EXPECTED = {
     "deepseek_v3_lora",
+    "gpt_oss_20b_lora",
+    "gpt_oss_20b_sft",
     "llama3.1_8b_sft",
     "qwen2.5_vl_7b_sft",
     "qwen3_0.6b_sft",
@@ -54,7 +56,7 @@ def hub_without_a_network(monkeypatch, tmp_path):
         folder = tmp_path / name
         if name.startswith("outputs/"):
             return name
-        assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai)/[\w.-]+", name), name
+        assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai|openai)/[\w.-]+", name), name
         folder.mkdir(parents=True, exist_ok=True)
         if name == "Qwen/Qwen2.5-VL-7B-Instruct":
             text = {
@@ -126,6 +128,6 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
             encoded = sum(num_values(p) for p in model.parameters() if encoding_of(p) is not None)
             nbytes = (
                 2 * (total - trained - encoded)
-                + {"fp8": 8.25, "nf4": 4.5}.get(form, 0) / 8 * encoded
+                + {"fp8": 8.25, "nf4": 4.5, "mxfp4": 5}.get(form, 0) / 8 * encoded
             )
         assert float(stated_gb[1]) == pytest.approx(nbytes / world_size / 1e9, rel=0.01)

@@ -23,7 +23,7 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
 from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, is_sidecar, whole
-from titanlite.checkpoint.reader import timed
+from titanlite.checkpoint.reader import slabs, timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.settings import spell_dtype
@@ -268,13 +268,14 @@ def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], ou
         with open(out / file.name, "r+b") as handle:
             for item, offset in file.items:
                 handle.seek(offset)
-                for region in item.region.slabs(_CHUNK_ELEMENTS):
+                is_transposed = item.is_transposed
+                for region in slabs(item.region, _CHUNK_ELEMENTS, is_transposed=is_transposed):
                     chunk = (
                         item.read(region)
                         if item.read is not None
                         else values[item.key](region, item.dtype)
                     )
-                    chunk = chunk.contiguous()
+                    chunk = (chunk.mT if is_transposed else chunk).contiguous()
                     if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
                         raise CheckpointError(
                             f"export: {item.key} has values that float16 cannot hold (beyond "
