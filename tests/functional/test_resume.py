@@ -101,6 +101,7 @@ def contents(folder, step):
         ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
         ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
         ("EP2xFSDP2", [*NEXT, *MUON]),
+        ("TP2xEP2", ["--model.name=gpt_oss", *MUON]),
     ],
     ids=[
         "FSDP4",
@@ -112,6 +113,7 @@ def contents(folder, step):
         "pipeline",
         "pipeline async",
         "gated delta net",
+        "biased experts and sinks",
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):

@@ -146,6 +146,18 @@ def flops_of(section, freeze):
 @pytest.mark.parametrize(
     "freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"]
 )
+@pytest.mark.parametrize("window", [1, 16, 512, 4000])
+def test_flops_of_a_window_are_those_of_the_pairs_in_it(window):
+    """Two products of 2 FLOPs for each pair and width; half a token per query apart, as without."""
+    config = replace(families()["ministral"].presets["debug"], sliding_window=window)
+    full, windowed, _ = build_decoder(config).core_flops(512)
+    pairs = sum(min(query + 1, window) for query in range(512))
+    width = config.num_heads * config.head_dim
+    assert windowed == pytest.approx(4 * width * pairs / 512, abs=2 * width)
+    assert full == build_decoder(replace(config, window_pattern="f")).core_flops(512)[1]
+    assert (windowed == full) == (window >= 512)
+
+
 def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze):
     native = ModelSection(name="qwen3_moe", flavor="debug", implementation="native")
     other = replace(native, implementation="transformers")
