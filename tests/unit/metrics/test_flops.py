@@ -143,9 +143,6 @@ def flops_of(section, freeze):
     return train_flops_per_token(model, SEQ_LEN)
 
 
-@pytest.mark.parametrize(
-    "freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"]
-)
 @pytest.mark.parametrize("window", [1, 16, 512, 4000])
 def test_flops_of_a_window_are_those_of_the_pairs_in_it(window):
     """Two products of 2 FLOPs for each pair and width; half a token per query apart, as without."""
@@ -158,6 +155,9 @@ def test_flops_of_a_window_are_those_of_the_pairs_in_it(window):
     assert (windowed == full) == (window >= 512)
 
 
+@pytest.mark.parametrize(
+    "freeze", ["", "model.embed_tokens*, model.layers.0.*", "*.experts.*", "model.*"]
+)
 def test_a_model_of_transformers_has_the_flops_of_the_native_one(freeze):
     native = ModelSection(name="qwen3_moe", flavor="debug", implementation="native")
     other = replace(native, implementation="transformers")
