@@ -1,13 +1,21 @@
 """Launchers with real ranks: start them, wait for what they do, and see them end."""
 
+import ctypes
+import multiprocessing
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from processes import kill_tree
 
 ROOT = Path(__file__).parents[1]
@@ -131,3 +139,62 @@ def launch_two_ranks(config, dump, *overrides):
         "PYTHONUNBUFFERED": "1",
     }
     return Launched([*launcher, *training, "--training.steps=100000", *overrides], env=environment)
+
+
+class Forked:
+    """Forked processes of one gloo group that run `main(pipe)`; this process has the other ends.
+
+    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures
+    need no pickling, only what goes through the pipes does. If a rank raises, its pipe says
+    ("error", traceback) and ends.
+    """
+
+    def __init__(self, world_size, main):
+        self._folder = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        self.processes, self.pipes = [], []
+        for rank in range(world_size):
+            pipe, other_end = context.Pipe()
+            process = context.Process(target=self._main, args=(rank, world_size, other_end, main))
+            process.start()
+            other_end.close()
+            self.processes.append(process)
+            self.pipes.append(pipe)
+
+    def _main(self, rank, world_size, pipe, main):
+        # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+        )
+        torch.set_num_threads(1)
+        rendezvous = f"file://{self._folder}/rendezvous"
+        try:
+            dist.init_process_group(
+                "gloo", init_method=rendezvous, rank=rank, world_size=world_size
+            )
+            main(pipe)
+        except BaseException:  # noqa: BLE001 - everything goes to the parent, which fails the test
+            pipe.send(("error", traceback.format_exc()))
+        pipe.close()
+        os._exit(0)  # no teardown of the forked test session
+
+    def receive(self, timeout_s=60):
+        """Return the next message of every rank."""
+        messages = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} says nothing within {timeout_s} s"
+            messages.append(pipe.recv())
+        return messages
+
+    def end(self):
+        """Kill all that are left."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)

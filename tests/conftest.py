@@ -1,25 +1,17 @@
 """Fixtures for all tests; `run_ranks` runs a function on several gloo ranks."""
 
-import ctypes
 import gc
 import logging
-import multiprocessing
 import os
-import pickle
-import shutil
-import signal
-import sys
-import tempfile
 import time
-import traceback
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Forked
 from hypothesis import settings
 
 from titanlite.base.process import environment_kept
@@ -149,7 +141,7 @@ def _run_ranks(world_size, function, *args, timeout_s=300):
         ranks.end()
 
 
-class Ranks:
+class Ranks(Forked):
     """Forked processes of one gloo group in which `function` can be called again and again, until
     one raises.
 
@@ -157,39 +149,35 @@ class Ranks:
     """
 
     def __init__(self, world_size, function):
-        self._folder = Path(tempfile.mkdtemp(prefix="titanlite-ranks-"))
-        context = multiprocessing.get_context("fork")
-        sys.stdout.flush()
-        self._processes, self._pipes, self.is_usable = [], [], True
-        for rank in range(world_size):
-            pipe, other_end = context.Pipe()
-            arguments = (rank, world_size, self._folder, other_end, function)
-            process = context.Process(target=_rank_main, args=arguments)
-            process.start()
-            other_end.close()
-            self._processes.append(process)
-            self._pipes.append(pipe)
+        def main(pipe):
+            while True:
+                result = function(*pipe.recv())
+                dist.barrier()
+                pipe.send(("result", result))
+
+        super().__init__(world_size, main)
+        self.is_usable = True
 
     def call(self, *args, timeout_s=300):
         """What `function(*args)` returns on each rank; `args` are pickled. After an error there is
         no other call.
         """
         self.is_usable = False
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             with suppress(OSError):  # it died, and reading says so
                 pipe.send(args)
         results = {}
-        world_size, deadline = len(self._pipes), time.monotonic() + timeout_s
+        world_size, deadline = len(self.pipes), time.monotonic() + timeout_s
         while len(results) < world_size:
-            pending = [self._pipes[rank] for rank in range(world_size) if rank not in results]
+            pending = [self.pipes[rank] for rank in range(world_size) if rank not in results]
             ready = wait(pending, timeout=max(deadline - time.monotonic(), 0))
             if not ready:
                 missing = sorted(set(range(world_size)) - results.keys())
                 raise AssertionError(f"ranks {missing} did not finish within {timeout_s} s")
             for pipe in ready:
-                rank = self._pipes.index(pipe)
+                rank = self.pipes.index(pipe)
                 try:
-                    kind, payload = pickle.loads(pipe.recv_bytes())
+                    kind, payload = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     raise AssertionError(f"rank {rank} died without an exception") from None
                 if kind == "error":
@@ -197,34 +185,3 @@ class Ranks:
                 results[rank] = payload
         self.is_usable = True
         return [results[rank] for rank in range(world_size)]
-
-    def end(self):
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _rank_main(rank, world_size, folder, pipe, function):
-    # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-        )
-        while True:
-            message = ("result", function(*pipe.recv()))
-            dist.barrier()
-            pipe.send_bytes(pickle.dumps(message))
-    except BaseException:  # noqa: BLE001 - everything goes to the parent, which fails the test
-        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
-    pipe.close()
-    os._exit(0)  # no teardown of the forked test session

@@ -147,21 +147,16 @@ def edit_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("block", [0, 2], ids=["tied", "tied FP8"])
-def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path, block):
+def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path):
     """2.0 M: a tied head once, and the factors of FP8 (here a quarter as many again) not at all. No
     manifest.
     """
     wide = hf_model("--model.name=qwen3", "--model.overrides.intermediate_size=5000")
     folder = shutil.copytree(wide, tmp_path / "hf")
     count = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
-    if block:
-        write_fp8(folder, (block, block))
+    write_fp8(folder, (2, 2))
     done = command("inspect", folder)
-    assert (
-        f"qwen3, {count / 1e6:.1f} M parameters, {'BF16, F8_E4M3' if block else 'F32'}, "
-        in done.out
-    )
+    assert f"qwen3, {count / 1e6:.1f} M parameters, BF16, F8_E4M3, " in done.out
     assert done.code == 0 and "  manifest   none; " in done.out and "training" not in done.out
 
 
@@ -219,8 +214,9 @@ def load_strictly(folder):
     ("family", "dtype"),
     [
         ("qwen3_moe", torch.float32),
-        *((family, torch.bfloat16) for family in ("qwen3_moe", "llama", "deepseek_v3")),
-        *((family, torch.float16) for family in ("qwen3", "dots1", "glm4_moe")),
+        ("deepseek_v3", torch.bfloat16),
+        ("qwen3", torch.float16),
+        ("dots1", torch.float16),
     ],
     ids=lambda value: NAMES.get(value, value),
 )
@@ -319,11 +315,6 @@ def test_what_is_at_out_stays(command, hf_model, tmp_path):
         (
             lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1),
             "cut off",
-            1,
-        ),
-        (
-            lambda folder: edit_config(folder, model_type="gpt99"),
-            "'gpt99' has neither a native decoder nor",
             1,
         ),
         (

@@ -5,11 +5,8 @@ process left goes.
 import errno
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from files import folder_digests
 from safetensors.torch import load_file
 
 from titanlite.base.errors import CheckpointError, TransientError
-from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
@@ -130,31 +126,10 @@ def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_gro
     assert check_folder(folder, checksums=True) == []
 
 
-def test_remains_of_a_killed_save_are_no_obstacle(tmp_path, process_group):
-    for name in (".step-1.a.tmp", ".step-1.a.old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
-    commit_folder(tmp_path / "step-1", files_of(2.0), rest_of())
-    assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 2.0
-    # of others; `clean_up` removes them
-    assert names_in(tmp_path) == {"step-1", ".step-1.a.tmp", ".step-1.a.old"}
-    clean_up(tmp_path)
-    assert names_in(tmp_path) == {"step-1"}
-
-
 REMEDIES = {
     "full": (
         OSError(28, "No space left on device"),
         "Free space there, or set another job.dump_folder.",
-    ),
-    "not writable": (
-        PermissionError(13, "Permission denied"),
-        "Make it writable, or set another job.dump_folder.",
-    ),
-    "removed": (
-        FileNotFoundError(2, "No such file"),
-        "Another process removed it: let one run at a time have a",
     ),
     "a bug": (
         ValueError("no"),
@@ -178,14 +153,6 @@ def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(
     assert names_in(tmp_path) == {"step-1"}
     assert check_folder(folder, checksums=True) == []
     assert (folder / "model.safetensors").read_text() == "some bytes"
-
-
-def test_place_that_cannot_be_written(tmp_path, process_group):
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        CheckpointError, match=r"cannot save to .*file/step-1: .*Make it writable, or set"
-    ):
-        commit_folder(tmp_path / "file" / "step-1", files_of(1.0), rest_of())
 
 
 def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_group, monkeypatch):
@@ -213,36 +180,6 @@ def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_grou
     assert [name for name, visible in synced if visible] == [tmp_path.name]  # the rename itself
 
 
-def test_what_another_process_adds_is_not_listed(tmp_path, process_group, monkeypatch):
-    original = Path.write_bytes
-
-    def write_bytes(path, content):
-        (path.parent / "of another").touch()
-        return original(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_bytes)
-    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of())
-    assert manifest(tmp_path / "step-1")["files"].keys() == {"model.safetensors", *rest_of()}
-
-
-def test_two_processes_write_into_folders_of_their_own(tmp_path, process_group, monkeypatch):
-    """The second saves the same step, from its beginning to its end, while the first writes."""
-    original, inner = commit.write_items, []
-
-    def write_items(folder, *arguments):
-        shares = original(folder, *arguments)
-        if not inner:
-            inner.append(folder)
-            commit_folder(tmp_path / "step-1", files_of(2.0), rest_of('{"second": 1}'))
-        return shares
-
-    monkeypatch.setattr(commit, "write_items", write_items)
-    commit_folder(tmp_path / "step-1", files_of(1.0), rest_of('{"first": 1}'))
-    assert names_in(tmp_path) == {"step-1"}
-    assert check_folder(tmp_path / "step-1", checksums=True) == []
-    assert load_file(tmp_path / "step-1" / "model.safetensors")["a"][0] == 1.0  # who comes last
-
-
 # ---- check_folder ----
 
 
@@ -253,7 +190,7 @@ def flip(path):
 
 
 RNG = "titanlite/rng.safetensors"
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+BROKEN = {
     "missing": (Path.unlink, f"{RNG}: No such file or directory."),
     "shorter": (
         lambda path: os.truncate(path, 49),
@@ -281,23 +218,10 @@ def test_a_file_that_is_not_the_saved_one_is_found(tmp_path, change, says):
 
 
 # Entry of the model in the manifest; what is said of it.
-WRONG_ENTRIES: list[tuple[Any, str]] = [
-    *(
-        (entry, "its entry in titanlite/manifest.json is damaged.")
-        for entry in (5, None, "x", [10, "0"], {})
-    ),
-    *(
-        ({key: 1}, "its entry in titanlite/manifest.json is damaged.")
-        for key in ("bytes", "adler32")
-    ),
-    *(
-        ({"bytes": n, "adler32": ""}, f"has 10 bytes, titanlite/manifest.json says {n}.")
-        for n in (-1, 10**30, "many")
-    ),
-    *(
-        ({"bytes": 10, "adler32": sum_}, "its bytes are not those")
-        for sum_ in ("-1", "1ffffffff", "", 7, None)
-    ),
+WRONG_ENTRIES = [
+    *((entry, "its entry in titanlite/manifest.json is damaged.") for entry in (5, {"bytes": 1})),
+    ({"bytes": "many", "adler32": ""}, "has 10 bytes, titanlite/manifest.json says many."),
+    ({"bytes": 10, "adler32": None}, "its bytes are not those"),
 ]
 
 
@@ -308,11 +232,11 @@ def test_what_the_manifest_cannot_say_is_a_problem(tmp_path):
         write_manifest(folder, {**table, "files": {**table["files"], "model.safetensors": entry}})
         (problem,) = check_folder(folder, checksums=True)
         assert problem.startswith(f"model.safetensors: {says}"), entry
-    for name in ["a\0b", "\ud800", "a\n\x1b[31m"]:
+    for name in ["\ud800", "a\n\x1b[31m"]:
         write_manifest(folder, {**table, "files": {name: {"bytes": 1, "adler32": "0"}}})
         (problem,) = check_folder(folder, checksums=True)
         assert problem.isprintable()
-    for text in ["", "{", "[]", "null", "{}", '{"files": []}', '{"files": null}']:
+    for text in ["{", "[]", '{"files": []}']:
         write_manifest(folder, text)
         (problem,) = check_folder(folder)
         assert problem.startswith(f"{folder}: ") and "manifest.json" in problem
@@ -383,16 +307,6 @@ def test_clean_up_removes_what_killed_processes_left(tmp_path):
     clean_up(tmp_path / "nowhere")
 
 
-def test_clean_up_restores_a_whole_folder_that_was_set_aside(tmp_path):
-    # killed while removing it
-    (complete_folder(tmp_path / ".step-4.a.old") / "config.json").unlink()
-    complete_folder(tmp_path / ".step-5.a.old", "the older one")
-    complete_folder(tmp_path / ".step-5.a.tmp", "the newer one")
-    clean_up(tmp_path)
-    assert names_in(tmp_path) == {"step-5"}
-    assert (tmp_path / "step-5" / "model.safetensors").read_text() == "the older one"
-
-
 @pytest.mark.parametrize(
     ("keep_latest", "keep_every", "left"),
     [
@@ -413,16 +327,6 @@ def test_remove_old(tmp_path, keep_latest, keep_every, left):
     assert names_in(tmp_path) == {"notes", *(f"step-{step}" for step in left)}
 
 
-def test_remove_old_never_leaves_half_a_folder_under_its_name(tmp_path, monkeypatch):
-    for step in (1, 2):
-        complete_folder(step_folder(tmp_path, step))
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed here
-    remove_old(tmp_path, 1, 0)
-    assert list_steps(tmp_path) == [2]
-    hidden = names_in(tmp_path) - {"step-2"}
-    assert [(name.split(".")[1], name.split(".")[-1]) for name in hidden] == [("step-1", "gone")]
-
-
 def test_remove_old_counts_complete_checkpoints_only(tmp_path):
     # A run resumed from step 4, for step 10 is damaged, and has just saved step 6. That must not be
     # what goes.
@@ -433,23 +337,11 @@ def test_remove_old_counts_complete_checkpoints_only(tmp_path):
     assert 6 in list_steps(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES])
-def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, number, monkeypatch):
+def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
     """Taken for damage, it would set every checkpoint aside, and the run would begin anew."""
     folder = complete_folder(tmp_path / "step-1")
-
-    def failing(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", failing)
-    with pytest.raises(
-        TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"
-    ):
+    error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", fail(error))
+    with pytest.raises(TransientError, match=f"model.safetensors cannot be read: {error.strerror}"):
         check_folder(folder, checksums=True)
     assert check_folder(folder) == []
-
-    monkeypatch.setattr("titanlite.checkpoint.commit.check_regular", failing)
-    with pytest.raises(
-        TransientError, match=f"model.safetensors cannot be read: {os.strerror(number)}"
-    ):
-        check_folder(folder)

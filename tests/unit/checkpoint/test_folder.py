@@ -3,21 +3,17 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from files import assert_refused, at_most
 from safetensors.torch import save_file
 
-from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import folder as folder_module
 from titanlite.checkpoint.folder import (
     INDEX_FILE,
     SINGLE_FILE,
-    read_header,
     read_headers,
-    read_json,
     read_model_headers,
 )
 
@@ -52,26 +48,6 @@ def sharded(tmp_path):
 
 
 # ---- folders that are as they should be ----
-
-
-def test_single_file(tmp_path):
-    _save(tmp_path / SINGLE_FILE, "a", "b")
-    stored = read_model_headers(tmp_path)
-    assert stored.tensors == read_header(tmp_path / SINGLE_FILE)
-    assert stored.file_bytes == {tmp_path / SINGLE_FILE: (tmp_path / SINGLE_FILE).stat().st_size}
-
-
-def test_sharded(sharded):
-    stored = read_model_headers(sharded)
-    assert {key: tensor.file.name for key, tensor in stored.tensors.items()} == {
-        "a": FIRST,
-        "b": FIRST,
-        "c": SECOND,
-    }
-    assert stored.tensors == read_header(sharded / FIRST) | read_header(sharded / SECOND)
-    assert stored.file_bytes == {
-        sharded / name: (sharded / name).stat().st_size for name in (FIRST, SECOND)
-    }
 
 
 def test_links_into_a_cache_of_blobs(tmp_path):
@@ -122,7 +98,7 @@ def test_names_of_files_may_be_unusual(tmp_path):
 # ---- no model ----
 
 
-def test_no_model(tmp_path, monkeypatch):
+def test_no_model(tmp_path):
     neither = f"has neither {SINGLE_FILE} nor {INDEX_FILE}"
     _refusal(tmp_path, neither)
     _save(tmp_path / "other.safetensors", "a")
@@ -137,14 +113,6 @@ def test_no_model(tmp_path, monkeypatch):
     (tmp_path / SINGLE_FILE).unlink()
     (tmp_path / SINGLE_FILE).mkdir()
     _refusal(tmp_path, f"{tmp_path / SINGLE_FILE}: cannot be read: it is a folder")
-
-    # The superuser may read everything, so the refusal is played.
-    def refuse(path, *_, **__):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", refuse)
-        _refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a\n\x1b[31m.pth"])
@@ -167,29 +135,15 @@ def test_pickle_files_are_refused_and_never_opened(tmp_path, name, monkeypatch):
     assert not opened and name.encode("unicode_escape").decode() in text
 
 
-def test_pickle_file_that_says_it_is_safetensors(tmp_path):
-    ran = tmp_path / "ran"
-    # protocol 0: calls os.system when it is read
-    (tmp_path / SINGLE_FILE).write_bytes(b"cos\nsystem\n(S'touch " + str(ran).encode() + b"'\ntR.")
-    _refusal(tmp_path, str(tmp_path / SINGLE_FILE))
-    torch.save({"a": torch.ones(2)}, tmp_path / SINGLE_FILE)
-    _refusal(tmp_path, str(tmp_path / SINGLE_FILE))
-    assert not ran.exists()
-
-
 # ---- the index itself ----
 
 
 # What is in the file, or None for a folder and "" for a named pipe; what is said of it.
-NO_OBJECT: dict[str, tuple[bytes | str | None, str]] = {
+NO_OBJECT = {
     "empty": (b"", "is not valid JSON: "),
-    "not UTF-8": (b"\xff{}", "is not valid JSON: 'utf-8' codec"),
     "control characters": (b'{"\n\x1b": 1}', "is not valid JSON: "),
-    "byte order mark": (b"\xef\xbb\xbf{}", "is not valid JSON: "),
     "deep": (b"[" * 100_000, "is not valid JSON: "),
-    "digits": (b"9" * 100_000, "is not valid JSON: "),
     "list": (b"[]", "is not a JSON object"),
-    "null": (b"null", "is not a JSON object"),
     "folder": (None, "it is a folder"),
     "pipe": ("", "named pipe"),
 }
@@ -209,33 +163,20 @@ def test_files_without_a_json_object_are_refused(tmp_path, content, says):
     assert len(text) < 500 + len(str(tmp_path))
 
 
-def test_read_json(tmp_path):
-    path = tmp_path / "config.json"
-    with pytest.raises(CheckpointError, match=r"^checkpoint x: there is no config\.json\.$"):
-        read_json(path, "checkpoint x")
-    path.write_text('{"a": [1, "\u00e9"]}', encoding="utf-8")
-    assert read_json(path, "checkpoint x") == {"a": [1, "\u00e9"]}
-    with pytest.raises(CheckpointError, match="checkpoint x: cannot read y: Not a directory"):
-        read_json(path / "y", "checkpoint x")
-
-
 def test_index_without_weight_map(tmp_path):
     for table in [{}, *({"weight_map": x} for x in ({}, [], None, "a", [["a", FIRST]]))]:
         (tmp_path / INDEX_FILE).write_text(json.dumps(table))
         _refusal(tmp_path, f"{INDEX_FILE} has no weight_map")
 
 
-OUTSIDE: list[Any] = [
+OUTSIDE = [
     "../x.safetensors",
     "{root}/x.safetensors",
     "sub/x.safetensors",
     "x.safetensors/",
     "",
-    "..",
-    "..\\x.safetensors",
     "pytorch_model.bin",
     "x\0.safetensors",
-    "\x1b[31mx.safetensors",
     "\ud800.safetensors",
     None,
     {"file": FIRST},
@@ -267,51 +208,6 @@ def test_index_names_no_file_of_the_folder(sharded, tmp_path, monkeypatch):
 
 
 # ---- index and files ----
-
-
-def test_shards_that_cannot_be_read_are_named(sharded):
-    (sharded / SECOND).unlink()
-    assert FIRST not in _refusal(sharded, f"{sharded / SECOND}: there is no such file")
-    (sharded / FIRST).unlink()
-    (sharded / FIRST).symlink_to("nowhere")
-    _refusal(
-        sharded,
-        "2 problems:",
-        *(f"{sharded / name}: there is no such file" for name in (FIRST, SECOND)),
-    )
-    os.mkfifo(sharded / SECOND)
-    with at_most(10):
-        _refusal(
-            sharded, f"{sharded / SECOND}: cannot be read: it is a named pipe, not a regular file"
-        )
-    name = "x" * 300 + ".safetensors"
-    _save_index(sharded, {"a": FIRST, "c": name})
-    _refusal(sharded, f"{name}: cannot be read")
-
-
-def test_several_damaged_files_at_once(sharded):
-    for name in (FIRST, SECOND):
-        os.truncate(sharded / name, (sharded / name).stat().st_size - 1)
-    _save(sharded / "third.safetensors", "d")
-    weight_map = {
-        "a": FIRST,
-        "b": FIRST,
-        "c": SECOND,
-        "d": "third.safetensors",
-        "e": "fourth.safetensors",
-    }
-    _save_index(sharded, weight_map)
-    words = [
-        ": 3 problems:",
-        f"{sharded / FIRST}: ",
-        f"{sharded / SECOND}: ",
-        f"{INDEX_FILE} says that it has e.",
-    ]
-    words += [
-        f"{INDEX_FILE} says that it has a and 1 more.",
-        f"{sharded / 'fourth.safetensors'}: there is no such file",
-    ]
-    assert "third.safetensors" not in _refusal(sharded, *words)
 
 
 def test_not_more_problems_than_one_reads(sharded):

@@ -8,7 +8,6 @@ import socket
 import struct
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from files import assert_refused, at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.folder import DTYPES, StoredTensor, encode_header, read_header
+from titanlite.checkpoint.folder import DTYPES, StoredTensor, read_header
 
 
 def _entry(dtype="F32", shape=(1,), offsets=(0, 4), **extra):
@@ -131,27 +130,6 @@ def test_descriptor_is_closed(file):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_encoded_header_is_read_by_the_library(file):
-    tensors = _example_tensors()
-    start, rows = 0, []
-    for key, tensor in tensors.items():
-        rows.append((key, tensor.dtype, tuple(tensor.shape), start))
-        start += len(_payload(tensor))
-    header = encode_header(rows)
-    assert len(header) % 8 == 0
-    file.write_bytes(header + b"".join(map(_payload, tensors.values())))
-    _check(file, tensors)
-    loaded = load_file(file)
-    assert loaded.keys() == tensors.keys()
-    for key, tensor in tensors.items():
-        assert (loaded[key].dtype, loaded[key].shape) == (tensor.dtype, tensor.shape)
-        assert _payload(loaded[key]) == _payload(tensor)
-    with safe_open(file, "pt") as reference:
-        assert reference.metadata() == {"format": "pt"}  # transformers refuses a file without it
-    file.write_bytes(encode_header([]))
-    assert read_header(file) == load_file(file) == {}
-
-
 # ---- refusals ----
 
 
@@ -184,27 +162,12 @@ def test_every_truncation_is_refused(file):
 
 
 # The header, bytes of data, words.
-DAMAGED: dict[str, tuple[Any, int, str]] = {
-    "length 0": (b"", 4, "no safetensors file: "),
-    "not UTF-8": (b'{"\xff": 1}', 4, "no safetensors file: "),
-    "padded with zeros": (b"{}\0\0", 4, "no safetensors file: "),
-    "list": (b"[]", 4, "no safetensors file: "),
+DAMAGED = {
     "pickle": (b"\x80\x02}q\x00.", 4, "no safetensors file: "),
-    "two objects": (b"{}{}", 4, "no safetensors file: "),
     "deep lists": (b"[" * 100_000, 4, "no safetensors file: "),
-    "deep metadata": (
-        b'{"__metadata__":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        4,
-        "no safetensors file: ",
-    ),
-    "no object": ({"a": None}, 4, ""),
     "a list, which the library takes": ({"a": ["F32", [1], [0, 4]]}, 4, ""),
     "dtype hostile": ({"a": _entry("\x1b[31m\n\u202e\ud800")}, 4, ""),
-    "dtype long": ({"a": _entry("F" * 10**6)}, 4, ""),
     "dtype that torch does not have": ({"a": _entry("U16", [2])}, 4, ""),
-    "size negative": ({"a": _entry(shape=[-1])}, 4, ""),
-    "offsets behind the file": ({"a": _entry(shape=[0], offsets=[8, 8])}, 4, ""),
-    "dtype too wide": ({"a": _entry("F64", [1], [0, 4])}, 4, ""),
     "product is 2**64 + 4": ({"a": _entry("U8", [4, 2**62 + 1], [0, 4])}, 4, ""),
     "gap": ({"a": _entry(offsets=[4, 8])}, 8, ""),
     "bytes of no tensor": ({"a": _entry()}, 7, ""),
@@ -220,9 +183,6 @@ def test_damaged_header_is_refused(file, header, num_bytes, words):
 
 
 # ---- property-based ----
-
-# dtype, shape of every tensor that the reference implementation sees.
-Reference = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def _get_reference(path):

@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-from processes import anonymous_bytes
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
@@ -63,13 +62,12 @@ def empty(shape, dtype):
 class Calls:
     """`os.preadv`, with a list of (descriptor, first byte, end, number of buffers)."""
 
-    def __init__(self, monkeypatch, most_bytes=None, before=lambda: None):
+    def __init__(self, monkeypatch, most_bytes=None):
         self.made, self._original, self._lock = [], os.preadv, threading.Lock()
-        self._most_bytes, self._before = most_bytes, before
+        self._most_bytes = most_bytes
         monkeypatch.setattr(os, "preadv", self)
 
     def __call__(self, descriptor, buffers, offset, *flags):
-        self._before()
         given = buffers
         if self._most_bytes is not None:
             given, room = [], self._most_bytes()
@@ -131,24 +129,6 @@ def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
     assert calls.nbytes == sum(r.region.numel * tensors[r.name].dtype.itemsize for r in requests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
-def test_only_the_bytes_of_the_shard_are_read_and_each_once(tmp_path, dtype, monkeypatch):
-    tensor = random_tensor((64, 96), torch.float32)
-    paths = write_files(tmp_path, {"before": tensor.clone(), "w": tensor, "z": tensor.clone()})
-    reader, stored = open_reader(paths)
-    region = Region((10, 30), (20, 7))  # columns: no two rows of the shard touch in the file
-    shard = empty(region.lengths, dtype)
-    calls = Calls(monkeypatch)
-    reader.read([ReadRequest("w", region, shard)])
-    assert torch.equal(shard, tensor[10:30, 30:37].to(dtype))
-    wanted = {
-        (stored["w"].offset + (row * 96 + 30) * 4, stored["w"].offset + (row * 96 + 37) * 4)
-        for row in range(10, 30)
-    }
-    assert {(start, end) for _, start, end, _ in calls.made} == wanted
-    assert len(calls.made) == len(wanted)
-
-
 @pytest.mark.parametrize(
     ("shape", "region"),
     [
@@ -174,42 +154,6 @@ def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch
     )
 
 
-def test_one_shard_from_many_stored_tensors(tmp_path, monkeypatch):
-    experts = random_tensor((6, 8, 10), torch.float32)
-    files = [
-        {f"{e}.{half}": experts[e, 4 * half : 4 * half + 4].clone() for e in es for half in (0, 1)}
-        for es in ((5, 0, 3), (1, 2, 4))
-    ]
-    paths = write_files(tmp_path, *files)
-    stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
-    placed = [
-        Placed(stored[f"{e}.{half}"], Region((e, 4 * half, 0), (1, 4, 10)))
-        for e in range(6)
-        for half in (0, 1)
-    ]
-    reader = SafetensorsReader(
-        "here", {"w": ((6, 8, 10), placed)}, {path: path.stat().st_size for path in paths}
-    )
-    calls = Calls(monkeypatch)
-    for region in [
-        whole((6, 8, 10)),
-        Region((2, 0, 0), (3, 8, 10)),
-        Region((0, 3, 0), (6, 2, 10)),
-        Region((1, 1, 4), (4, 6, 3)),
-    ]:
-        shard = empty(region.lengths, torch.float32)
-        before = calls.nbytes
-        reader.read([ReadRequest("w", region, shard)])
-        assert torch.equal(shard, experts[region.slices])
-        assert calls.nbytes - before == 4 * region.numel
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint here: w is incomplete: 40 elements are missing\."
-    ):
-        SafetensorsReader(
-            "here", {"w": ((6, 8, 10), placed[:-1])}, {p: p.stat().st_size for p in paths}
-        ).read([ReadRequest("w", whole((6, 8, 10)), empty((6, 8, 10), torch.float32))])
-
-
 def test_only_the_files_that_are_needed_are_opened(tmp_path):
     paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4, 4)})
     reader, _ = open_reader(paths)
@@ -222,25 +166,6 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path):
         ]
     )
     assert shard.tolist() == [1.0] * 4
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
-def test_memory_beyond_the_shards_is_a_mebibyte_per_thread(tmp_path, dtype, monkeypatch):
-    threads = 4
-    tensors = {name: torch.ones(12 * MIB) for name in "ab"}  # 96 MiB
-    reader, _ = open_reader(write_files(tmp_path, tensors), threads)
-    del tensors
-    requests = [
-        ReadRequest(name, whole((12 * MIB,)), torch.zeros(12 * MIB, dtype=dtype)) for name in "ab"
-    ]
-    seen = []
-    Calls(monkeypatch, before=lambda: seen.append(anonymous_bytes()))
-    before = anonymous_bytes()
-    reader.read(requests)
-    assert all(bool((request.destination == 1).all()) for request in requests)
-    assert len(seen) >= 12  # samples all the way
-    # Stacks, arenas and small objects of the threads take some; the smallest tensor here is 24 MiB.
-    assert max(seen) - before < (threads + 6) * MIB
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):
@@ -258,10 +183,8 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
         assert calls.nbytes - done == sum(t.nbytes for t in tensors.values())
 
 
-def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path, monkeypatch):
-    paths = write_files(
-        tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)}, {"c": torch.ones(3 * MIB)}
-    )
+def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path):
+    paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4)})
     reader, stored = open_reader(paths, 1)
 
     def refusal(*names):
@@ -286,12 +209,6 @@ def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path, monkey
         )
     paths[1].unlink()
     assert refusal("b")[0] == f"checkpoint {paths[1]}: cannot be opened: No such file or directory."
-    cut = stored["c"].offset + 9 * MIB
-    Calls(monkeypatch, before=lambda: os.truncate(paths[2], cut))
-    assert (
-        refusal("c")[0]
-        == f"checkpoint {paths[2]}: ended at byte {cut} while it was read; it was cut off."
-    )
 
 
 @pytest.mark.parametrize(
