@@ -4,11 +4,9 @@ dtypes, sources.
 
 import math
 from contextlib import nullcontext
-from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from plain_sources import Checkpoint, StateDictReader
 from torch import nn
 
@@ -49,31 +47,6 @@ def meta_linear(**options):
     return nn.Linear(3, 4, device="meta", **options)
 
 
-def test_objects_attributes_and_maps_stay():
-    model = nn.Sequential(meta_linear(), meta_linear(bias=False))
-    model[1].weight.requires_grad_(False)
-    weight = model[0].weight
-    weight.group_name, weight.tags = "dense", {"no_decay"}
-    by_id = {id(p): name for name, p in model.named_parameters()}
-    by_param = dict.fromkeys(model.parameters(), 1)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    materialize(model, "cpu", RANDOM)
-
-    assert model[0].weight is weight
-    assert type(weight) is nn.Parameter
-    assert (weight.group_name, weight.tags) == ("dense", {"no_decay"})
-    assert {id(p): name for name, p in model.named_parameters()} == by_id
-    assert all(p in by_param for p in model.parameters())
-    assert weight.requires_grad
-    assert weight.is_leaf
-    assert not model[1].weight.requires_grad
-    assert weight.device == CPU
-    before = weight.detach().clone()
-    model[0](torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert (weight != before).any()
-
-
 def test_tensors_that_were_never_on_meta_keep_bits_and_memory():
     model = nn.Sequential(meta_linear(), nn.Linear(4, 2))
     values = torch.tensor([1.0, -0.0, 1e-40, float("-inf")])
@@ -90,21 +63,6 @@ def test_tensors_that_were_never_on_meta_keep_bits_and_memory():
         assert now[name] is kept[name]
         assert now[name].data_ptr() == pointer
         assert torch.equal(now[name].detach().view(torch.uint8), value.view(torch.uint8))
-
-
-def test_buffer_with_an_explicit_device_survives_a_meta_context():
-    class Router(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(4, 3))
-            self.register_buffer("expert_bias", torch.arange(4.0, device="cpu"))
-
-    with torch.device("meta"):
-        model = Router()
-    pointer = model.expert_bias.data_ptr()
-    materialize(model, "cpu", [{"weight": Init(Normal())}])
-    assert model.expert_bias.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert model.expert_bias.data_ptr() == pointer
 
 
 def test_a_second_time_does_nothing():
@@ -152,17 +110,6 @@ def test_tensors_that_are_not_filled_are_named():
     text = str(error.value)
     assert "0.weight: not filled, or NaN, in 12 of 12 elements." in text and "0.bias" not in text
     assert f"steps: not filled (all its elements are {torch.iinfo(torch.int64).min})." in text
-
-
-def test_part_of_a_tensor_that_is_not_filled_is_counted():
-    class HalfReader(StateDictReader):
-        def read(self, requests):
-            for request in requests:
-                request.destination[:1].fill_(1.0)
-
-    reader = HalfReader({"weight": torch.ones(4, 3)})
-    with pytest.raises(VerifyError, match=r"weight: not filled, or NaN, in 9 of 12 elements"):
-        materialize(meta_linear(bias=False), "cpu", [Checkpoint(reader)])
 
 
 def test_infinite_parameters_are_refused_infinite_buffers_not():
@@ -253,8 +200,8 @@ FLOAT8 = [
 ]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8]
 INTEGERS = [
-    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.bool, torch.int8, torch.int64),
+    *(torch.uint8, torch.uint64),
 ]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
@@ -275,7 +222,11 @@ def test_parameters_and_buffers_of_all_dtypes(dtype):
         materialize(model, "cpu", [{"p": Compute(lambda value=value: value)}])
         assert model.b.dtype == model.p.dtype == dtype
         assert torch.equal(bits(model.b), bits(value)) and torch.equal(bits(model.p), bits(value))
-        assert execute.bit_digest(value) == execute.bit_digest(model.p)
+        digest = execute.bit_digest(value)
+        assert digest == execute.bit_digest(model.p)
+        if value.numel():
+            bits(model.p)[:1] ^= 1
+            assert digest != execute.bit_digest(model.p)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -313,10 +264,7 @@ def test_nan_and_infinity_of_all_dtypes_are_found(dtype):
             lambda: torch.empty(3, dtype=torch.float4_e2m1fn_x2, device="meta"),
             "of torch.float4_e2m1fn_x2",
         ),
-        (lambda: torch.empty(3, dtype=torch.uint4, device="meta"), "of torch.uint4"),
-        (lambda: torch.empty(3, dtype=torch.qint8, device="meta"), "of torch.qint8"),
         (lambda: torch.eye(3).to_sparse().to("meta"), "with layout torch.sparse_coo"),
-        (lambda: torch.eye(3).to_sparse_csr().to("meta"), "with layout torch.sparse_csr"),
     ],
 )
 @pytest.mark.filterwarnings(
@@ -330,46 +278,6 @@ def test_a_form_that_cannot_be_filled_is_refused(make, form):
     assert str(error.value).startswith(
         f"materialize: table: a buffer {form} on the meta device cannot be filled."
     )
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support is in beta"
-)
-def test_values_of_any_form_are_kept_and_have_a_digest():
-    model = meta_linear()
-    kept = {
-        "sparse": torch.eye(3).to_sparse(),
-        "rows": torch.eye(3).to_sparse_csr(),
-        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
-        "negative": torch.ones(3, dtype=torch.complex64).conj().imag,
-    }
-    for name, value in kept.items():
-        model.register_buffer(name, value)
-        execute.bit_digest(value)
-    materialize(model, "cpu", [{"weight": ZEROS, "bias": ZEROS}])
-    assert all(getattr(model, name) is value for name, value in kept.items())
-
-
-def test_checkpoint_round_trip_of_a_torch_model():
-    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1))
-    source[1].running_mean.copy_(torch.arange(4.0))
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1))
-    materialize(model, "cpu", [Checkpoint(StateDictReader(source.state_dict()))])
-    for name, value in source.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-def test_same_seed_same_weights_other_seed_other_weights():
-    weights = []
-    for seed in (1, 1, 2):
-        model = nn.Sequential(meta_linear(), meta_linear())
-        materialize(model, "cpu", RANDOM, seed=seed)
-        weights.append((model[0].weight, model[1].weight))
-    assert torch.equal(weights[0][0], weights[1][0])
-    assert not torch.equal(weights[0][0], weights[2][0])
-    assert not torch.equal(weights[0][0], weights[0][1])
 
 
 def test_global_random_state_and_default_dtype_do_not_matter():
@@ -417,12 +325,6 @@ def test_hooks_and_the_class_of_a_parameter_stay():
     assert type(model.weight) is Tagged and calls == ["hook", "after"]
 
 
-def test_channels_last_convolution():
-    model = nn.Conv2d(3, 4, 3, device="meta", bias=False).to(memory_format=torch.channels_last)
-    materialize(model, "cpu", [{"weight": Init(Normal())}])
-    assert model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(
     monkeypatch,
 ):
@@ -439,7 +341,7 @@ def test_ranks_wait_for_slow_readers_in_the_group_that_is_given(
     weight = torch.randn(3, 2)
     with torch.device("meta"):
         model = nn.Linear(2, 3, bias=False)
-    waiting = cast(dist.ProcessGroup, object())
+    waiting = object()
     plan = materialize(
         model, "cpu", [Checkpoint(StateDictReader({"weight": weight}))], waiting=waiting
     )

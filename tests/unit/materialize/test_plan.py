@@ -16,7 +16,6 @@ from titanlite.materialize import (
     Compute,
     Init,
     Keep,
-    Normal,
     Ones,
     Zeros,
     build_plan,
@@ -94,19 +93,15 @@ def untied():
     return model
 
 
-def narrow(device):
+def narrow():
     """A part whose module declares float32 and that holds something else."""
     model = Outer(
         x=Part({"w": Init(Zeros(), dtype=torch.float32), "b": Init(Zeros(), dtype=torch.float32)})
     )
-    if device == "meta":
-        return model.to(torch.bfloat16)
-    model.x.b = torch.zeros(4, dtype=torch.bfloat16)
-    return model
+    return model.to(torch.bfloat16)
 
 
 WHOLE = {"w": torch.zeros(2, 3), "b": torch.zeros(4)}
-WRONG_TIE = checkpoint(a__weight=torch.zeros(2, 2), b__weight=torch.zeros(3, 3))
 DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
 
 
@@ -114,17 +109,10 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
     ("model", "sources", "text"),
     [
         (Outer(x=Part({})), [], "x.w: parameter (2, 3) of Part has no source. Declare one"),
-        (Outer(x=Part({})), [], "x.b: buffer (4,) of Part has no source"),
         (
             Part(),
             [{"w": ONES}, {"*": ZEROS}],
             f"w: {DECLARED_TWICE} sources and 'init constant()' from sources. Remove",
-        ),
-        (Part(), [{"*": ZEROS, "w": ONES}], "w: two sources"),
-        (
-            Part(),
-            [checkpoint(**WHOLE), checkpoint(**WHOLE)],
-            "w: two sources, 'checkpoint state dict:w' from",
         ),
         (
             Outer({"x.w": ONES}, x=Part()),
@@ -141,13 +129,11 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
             [],
             "a.weight: two sources for one tied tensor",
         ),
-        (tied({}), [{"a.weight": ONES}, {"b.weight": ZEROS}], "two sources"),
         (
             Outer(x=named("w", "b", "v")),
             [],
             "x.v: unexpected, Part 'x' has it and the model does not.",
         ),
-        (Part(), [{"q.*": ZEROS}], "q.*: unexpected, sources has it and the model does not."),
         (
             Part(),
             [checkpoint(**WHOLE, v=torch.zeros(1))],
@@ -159,24 +145,16 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
             "b: missing, checkpoint state dict does not have it.",
         ),
         (
-            Part(),
-            [checkpoint(**{**WHOLE, "w": torch.zeros(3, 2)})],
-            "w: state dict has (3, 2), the model expects (2, 3).",
-        ),
-        (tied({}), [WRONG_TIE], "b.weight"),
-        (
-            narrow("meta"),
+            narrow(),
             [],
             "x.w: is torch.bfloat16, but its module declares torch.float32. Keep it out of casts",
         ),
-        (narrow("cpu"), [], "x.b: is torch.bfloat16, but its module declares torch.float32."),
         (untied(), [], "b.weight: declared tied to 'a.weight', but they are two tensors now"),
         (
             tied({"a.weight": ONES, "b.weight": Alias("c.weight")}),
             [],
             "declared tied to 'c.weight', but there is no such",
         ),
-        (Part(), [{"w": Keep()}], "w"),
         (Part(), [{"w": Alias("b")}], "w"),
     ],
 )
@@ -228,17 +206,6 @@ def test_tie_without_a_declaration():
     assert (model.a.weight == 1).all()
 
 
-def test_checkpoint_with_a_tied_tensor_once_or_under_each_name():
-    values = {"a.weight": torch.full((2, 2), 3.0), "b.weight": torch.full((2, 2), 3.0)}
-    for names in (["a.weight"], ["b.weight"], ["a.weight", "b.weight"]):
-        model = tied({})
-        materialize(
-            model, "cpu", [Checkpoint(StateDictReader({name: values[name] for name in names}))]
-        )
-        assert model.b.weight is model.a.weight
-        assert (model.a.weight == 3).all()
-
-
 def test_wrappers_leave_no_trace_in_names():
     def names(model):
         return [entry.fqn for entry in build_plan(model, [{"*": ZEROS}]).entries]
@@ -259,37 +226,3 @@ def test_an_only_child_called_module_keeps_its_name():
     model.register_parameter("w", nn.Parameter(torch.empty(5, device="meta")))
     plan = build_plan(model, [{"w": ONES, "module.w": ZEROS}])
     assert [entry.fqn for entry in plan.entries] == ["w", "module.w", "module.b"]
-
-
-def test_table():
-    model = Outer({"t": Compute(lambda: torch.zeros(1))}, x=Part(), k=Part(device="cpu"))
-    model.register_buffer("t", torch.empty(1, device="meta"))
-    model.register_parameter("again", model.x.w)
-    lines = str(build_plan(model, [{"again": Init(Normal(std=0.5))}])).splitlines()
-    assert lines[0].split() == [
-        "tensor",
-        "global",
-        "shape",
-        "dtype",
-        "on",
-        "this",
-        "rank",
-        "source",
-    ]
-    table = {line.split("  ")[0]: line for line in lines[1:]}
-    assert set(table) == {"again", "x.w", "x.b", "k.w", "k.b", "t"}
-    assert table["again"].split() == [
-        "again",
-        "(2,",
-        "3)",
-        "float32",
-        "[0:2,",
-        "0:3]",
-        "init",
-        "normal(std=0.5)",
-    ]
-    assert table["x.w"].endswith("alias of again")
-    assert table["x.b"].endswith("init constant()")
-    assert table["k.w"].endswith("keep")
-    assert table["t"].endswith("compute <lambda>")
-    assert not any(line.endswith(" ") for line in lines)

@@ -130,8 +130,3 @@ def test_zero_row_in_the_shard_that_holds_it(recipe):
     assert fill(recipe, (5, 4), Region((1, 0), (2, 4)))[1].count_nonzero() == 0, "its last row"
     assert (fill(recipe, (5, 4), Region((3, 0), (2, 4))) != 0).all()
     assert (fill(recipe, (5, 4), Region((0, 0), (2, 4))) != 0).all()
-
-
-def test_text_names_what_is_given():
-    assert str(Normal(std=0.02)) == "normal(std=0.02)"
-    assert "zero_row=0" in str(Normal(zero_row=0))
