@@ -87,8 +87,6 @@ def test_a_size_that_is_no_number_is_refused(tmp_path, form):
     ("model_type", "name"),
     [
         ("musicgen_decoder", "MusicgenForCausalLM"),  # the mapping lists it under musicgen
-        ("mllama_text_model", "MllamaForCausalLM"),
-        ("emu3_text_model", "Emu3ForCausalLM"),
         ("qwen3_5", "Qwen3_5ForCausalLM"),  # of the text model, as which transformers builds it
         ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
     ],
@@ -128,18 +126,10 @@ MIXTRAL = {**GEMMA, "model_type": "mixtral", "intermediate_size": 32, "num_key_v
             "parts.depths = 268435456 is more",
         ),
         ({**GEMMA, "num_attention_heads": 0}, "ZeroDivisionError"),
-        ({**GEMMA, "rms_norm_eps": float("inf")}, "rms_norm_eps = inf is not a finite number"),
-        ({"model_type": "gpt2", "resid_pdrop": -1}, "probability"),
-        ({**GEMMA, "id2label": [1]}, "transformers refuses it: "),
         (
             {**MIXTRAL, "num_local_experts": 2**15, "num_hidden_layers": 2**10},
             "33554432 in all, more than",
         ),
-        (
-            {**GEMMA, "hidden_size": 2**24, "vocab_size": 2**24, "intermediate_size": 2**24},
-            "vocab|parameters|size",
-        ),
-        ({**GEMMA, "vocab_size": 2**60, "hidden_size": 2**40}, "size"),
     ],
 )
 def test_absurd_sizes_of_transformers_classes(hf, text):

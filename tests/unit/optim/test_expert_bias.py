@@ -81,13 +81,9 @@ def test_from_random_weights_every_moe_is_balanced(family):
         ({"family": "qwen3_moe", "expert_bias_update_rate": 0.01}, (0.01, None)),
         # as by default
         ({"family": "qwen3_moe", "expert_bias_update_rate": 0.0}, (0.0, AUX_LOSS_COEFF)),
-        # nothing is to balance
-        ({"family": "deepseek_v3", "expert_bias_update_rate": 0.0}, (0.0, None)),
         ({"family": "deepseek_v3", "aux_loss_coeff": 1e-4}, (BIAS_UPDATE_RATE, 1e-4)),
         ({"sizes": {"num_experts": 2, "top_k": 2}}, (None, None)),  # no choice
-        ({"before": {KEPT: "0.05"}}, (None, 0.05)),
         ({"before": {KEPT: "0.05"}, "weights": "folder"}, (None, 0.05)),
-        ({"before": {KEPT: "None"}, "weights": "folder"}, (None, None)),
         ({"before": {}}, (None, 0.0)),  # of a checkpoint that is older than the default
         ({"before": {KEPT: "None"}, "family": "deepseek_v3"}, (BIAS_UPDATE_RATE, None)),
     ],
@@ -177,12 +173,6 @@ def test_counts_above_two_to_the_24_are_exact():
     assert torch.equal(balancer.step(TRUE)[0], counts)
     assert routers[0].expert_bias.sign().tolist() == [-1, 1, 1, 1, 1, 1, 1, 1]
 
-    routers[1].tokens_per_expert.fill_(2**40)
-    balancer.counts.zero_()
-    balancer.accumulate()
-    balancer.step(TRUE)
-    assert torch.equal(routers[1].expert_bias, torch.zeros(8))
-
 
 def test_micro_batches_and_the_biases_of_steps_add_up():
     _, balancer, routers = build(rate=0.5)
@@ -204,12 +194,6 @@ def test_rate_zero_or_a_skipped_step_leaves_the_bias(finite):
     assert torch.equal(balancer.step(finite)[0], torch.arange(8))
     assert torch.equal(routers[0].expert_bias, torch.full((8,), 0.25))
     assert balancer.counts.count_nonzero() == 0
-
-
-def test_dense_model_has_nothing_to_balance():
-    _, balancer, _ = build(family="qwen3")
-    balancer.accumulate()
-    assert balancer.step(TRUE) is None
 
 
 def test_bias_evens_out_the_load_of_a_fixed_batch():
