@@ -1,13 +1,8 @@
 """Frozen parameters and learning rates by pattern, on meshes and through a resume."""
 
-import shutil
-
 import pytest
 import torch
-from files import file_digest
-from safetensors.torch import load_file
 
-from tests.functional.conftest import train_to_the_end
 from titanlite.assemble import assemble, build_model
 from titanlite.config.parallelism import Degrees
 from titanlite.metrics.flops import train_flops_per_token
@@ -79,26 +74,3 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full
                 assert torch.equal(value, before[name]) == is_frozen(name), name
 
     run_ranks(4, rank_main)
-
-
-@pytest.fixture
-def train(run_warm, checked):
-
-    def run(degrees, folder):
-        schedule = ["--training.steps=2", "--checkpoint.interval=1", f"--job.dump_folder={folder}"]
-        job = checked(degrees, *PATTERNS, *schedule)
-        run_warm(degrees.world_size, train_to_the_end, job)
-
-    return run
-
-
-def test_resume(train, meshes, tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(meshes["TP2xEP2"], whole)
-    states = load_file(whole / "checkpoint/step-2/titanlite/optimizer.safetensors")
-    assert states and not any(is_frozen(key.partition(".")[2]) for key in states)
-    shutil.copytree(whole / "checkpoint/step-1", resumed / "checkpoint/step-1")
-    train(meshes["TP2xEP2"], resumed)
-    for name in ("model.safetensors", "titanlite/optimizer.safetensors"):
-        paths = (whole / "checkpoint/step-2" / name, resumed / "checkpoint/step-2" / name)
-        assert file_digest(paths[0]) == file_digest(paths[1]), name

@@ -96,9 +96,9 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
     [
         ("FSDP4", "qwen3_moe", []),
         ("TP2xEP4", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
-        ("HSDP2x2", "few_experts", []),
+        pytest.param("HSDP2x2", "few_experts", [], marks=pytest.mark.full),
         ("TP2xFSDP2", "few_experts", []),
-        ("TP2xFSDP2", "qwen3", [FULL_AC]),
+        pytest.param("TP2xFSDP2", "qwen3", [FULL_AC], marks=pytest.mark.full),
         ("TP2xEP2", "dots1", []),
         ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
         ("PP2xTP2xEP2", "qwen3_moe", []),

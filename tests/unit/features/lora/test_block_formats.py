@@ -22,7 +22,6 @@ from titanlite.features.lora.block_formats import (
     frozen_grouped_gemm,
     frozen_linear,
 )
-from titanlite.ops import grouped_gemm
 from titanlite.ops import launchers as kernels
 
 if kernels.INTERPRETED:
@@ -91,16 +90,6 @@ def test_decoding_is_a_plain_loop(layout):
             assert torch.equal(decode_blocks(records, layout, width, dtype), decoded.to(dtype))
 
 
-def test_normal_float_has_the_quantiles_of_the_normal_distribution():
-    """arXiv:2305.14314, section 3: 8 codes below zero and 9 from it on, which share the zero."""
-    outermost = 1 - (1 / 32 + 1 / 30) / 2
-    upper = torch.special.ndtri(torch.linspace(0.5, outermost, 9, dtype=torch.float64))
-    lower = -torch.special.ndtri(torch.linspace(0.5, outermost, 8, dtype=torch.float64))
-    expected = torch.cat([lower.flip(0)[:-1], upper]) / upper[-1]
-    actual = torch.tensor(block_formats._NORMAL_FLOAT, dtype=torch.float64)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
 def test_every_value_gets_the_nearest_code(layout):
     values = weights(64, layout.block, seed=1)
@@ -155,43 +144,6 @@ def test_what_is_not_finite_stays_so_and_is_counted(layout):
             decoded[1, layout.block : 2 * layout.block].isnan().any()
             and decoded[0].isfinite().all()
         )
-
-
-def test_rows_and_whole_blocks_of_columns_may_be_cut():
-    """As shards are: the parts are those of the whole."""
-    for layout in FORMATS:
-        values = weights(6, 4 * layout.block)
-        records = encode_blocks(values, layout)
-        assert torch.equal(encode_blocks(values[2:5], layout), records[2:5])
-        assert torch.equal(
-            encode_blocks(values[:, layout.block : 3 * layout.block], layout), records[:, 1:3]
-        )
-
-
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
-def test_products_are_those_of_the_decoded_weights(layout):
-    for dtype in DTYPES[:2]:
-        records = encode_blocks(weights(40, 192), layout)
-        weight = decode_blocks(records, layout, 192, dtype)
-        x = weights(2, 7, 192, std=1.0).to(dtype).requires_grad_()
-        upstream = weights(2, 7, 40, seed=3, std=1.0).to(dtype)
-        expected = torch.nn.functional.linear(x, weight)
-        (expected_dx,) = torch.autograd.grad(expected, x, upstream)
-        actual = frozen_linear(layout, x, records)
-        (dx,) = torch.autograd.grad(actual, x, upstream)
-        assert torch.equal(actual, expected)
-        torch.testing.assert_close(dx, expected_dx)
-
-        experts = encode_blocks(weights(3 * 16, 192), layout).unflatten(0, (3, 16))
-        offsets = torch.tensor([4, 4, 11], dtype=torch.int32)
-        x = weights(13, 192, std=1.0).to(dtype).requires_grad_()
-        decoded = decode_blocks(experts, layout, 192, dtype)
-        expected = grouped_gemm(x, decoded.mT, offsets)
-        (expected_dx,) = torch.autograd.grad(expected, x, upstream.flatten(0, 1)[:13, :16])
-        actual = frozen_grouped_gemm(layout, x, experts, offsets, "auto")
-        (dx,) = torch.autograd.grad(actual, x, upstream.flatten(0, 1)[:13, :16])
-        assert torch.equal(actual, expected) and torch.equal(dx, expected_dx)
-        assert not actual[11:].any()
 
 
 @TORCH_COMPILE_WARNINGS[0]

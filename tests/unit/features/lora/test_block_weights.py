@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_sources import Checkpoint, StateDictReader
 from quantized_folder import write_fp8
 from safetensors.torch import save_file
 
@@ -19,8 +18,8 @@ from titanlite.features.lora.block_formats import (
     encode_blocks,
     encode_weights,
 )
-from titanlite.features.lora.layers import adapters_disabled, apply_lora
-from titanlite.materialize import Init, Normal, ReadRequest, Region, build_plan, materialize
+from titanlite.features.lora.layers import apply_lora
+from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize import execute as execute_module
 from titanlite.materialize.layout import encoding_of, num_values, shape_of
 from titanlite.models.decoder import build_decoder
@@ -35,7 +34,6 @@ CONFIG = replace(
     moe_intermediate_size=40,
 )
 WIDE = {name: Init(Normal(std=0.05)) for name in ("*_proj.weight", "*.experts.*_proj")}
-FORMATS = list(BLOCK_FORMATS)
 
 
 def build(form=None, dtype=torch.float32, config=CONFIG):
@@ -107,28 +105,6 @@ def test_drawn_weights_are_those_of_the_plain_model_rounded(form, dtype, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("form", "stored_dtype"), [("fp8", torch.float32), ("nf4", torch.bfloat16)]
-)
-def test_checkpoints_are_encoded_while_they_are_read(form, stored_dtype, tmp_path, monkeypatch):
-    plain = build_decoder(CONFIG)
-    materialize(plain, "cpu", [WIDE], seed=5)
-    write_folder(tmp_path / "base", as_stored(plain, stored_dtype))
-    expected = {
-        name: param.detach().to(stored_dtype).float() for name, param in plain.named_parameters()
-    }
-    monkeypatch.setattr(reader_module, "JOB_BYTES", 4096)  # a few rows per job
-    from_files, from_memory = build(form), build(form)
-    materialize(from_files, "cpu", [hf_checkpoint(tmp_path / "base", CONFIG)])
-    buffers = {name: b for name, b in plain.named_buffers() if name.endswith("expert_bias")}
-    materialize(from_memory, "cpu", [Checkpoint(StateDictReader(expected | buffers))])
-    for model in (from_files, from_memory):
-        for name, param in model.named_parameters():
-            if not is_adapter(name):
-                wanted = rounded(expected[name], form) if is_encoded(name) else expected[name]
-                assert torch.equal(values_of(param), wanted), name
-
-
-@pytest.mark.parametrize(
     ("form", "block", "exact"),
     [
         ("fp8", (128, 128), True),
@@ -153,55 +129,6 @@ def test_fp8_is_kept_if_it_can_be_and_else_encoded_again(form, block, exact, tmp
         if is_encoded(name):
             wanted = expected[name] if exact else rounded(expected[name], form)
             assert torch.equal(values_of(param), wanted), name
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_parts_are_read_as_shards_are(form, tmp_path):
-    """Rows, and columns in whole blocks, of experts whose rows lie in several stored tensors."""
-    layout = BLOCK_FORMATS[form]
-    config = replace(CONFIG, hidden_size=4 * layout.block)
-    plain = build_decoder(config)
-    materialize(plain, "cpu", [WIDE], seed=5)
-    write_folder(tmp_path / "base", as_stored(plain))
-    model, source = build(form, config=config), hf_checkpoint(tmp_path / "base", config)
-    build_plan(model, [source])
-    assert source.reader is not None
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    param = dict(model.named_parameters())[name]
-    encoding = encoding_of(param)
-    weight = dict(plain.named_parameters())[name].detach()
-    for starts, lengths in [
-        ((0, 0, 0), (8, 80, 4)),
-        ((2, 30, 1), (3, 27, 2)),
-        ((7, 79, 3), (1, 1, 1)),
-    ]:
-        stored = Region((*starts[:2], starts[2], 0), (*lengths[:2], lengths[2], param.shape[-1]))
-        region = encoding.values_in(stored)
-        assert region.lengths == (*lengths[:2], lengths[2] * layout.block)
-        part = torch.full(stored.lengths, float("nan"))
-        source.reader.read([ReadRequest(name, region, part, encoding)])
-        decoded = decode_blocks(part, layout, region.lengths[-1], torch.float32)
-        assert torch.equal(decoded, rounded(weight[region.slices].contiguous(), form))
-
-
-def test_experts_in_blocks_give_what_their_rounded_weights_give():
-    """Also with adapters off, and without any adapter on them."""
-    for targets in ("", "q_proj"):
-        model, plain = build_decoder(CONFIG), build_decoder(CONFIG)
-        apply_lora(model, LoRASection(rank=2, targets=targets), torch.float32)
-        encode_weights(model, "nf4")
-        materialize(model, "cpu", [WIDE], seed=5)
-        state = {
-            name: values_of(param)
-            for name, param in model.named_parameters()
-            if not is_adapter(name)
-        }
-        state |= {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
-        materialize(plain, "cpu", [Checkpoint(StateDictReader(state))])
-        tokens = torch.arange(48).view(2, 24)
-        torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
-        with adapters_disabled(model):
-            torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_in_few_bits_is_not_saved_as_if_it_were_plain():
