@@ -2,15 +2,13 @@
 through.
 """
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 VOCAB_SIZE = 128
-TEXT_SIZES: Mapping[str, Any] = {
+TEXT_SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -25,7 +23,7 @@ TEXT_SIZES: Mapping[str, Any] = {
 
 _ODD = VOCAB_SIZE + 1  # split over two ranks it does not go round
 _SLIDING = ["sliding_attention", "full_attention"]
-_FEW_EXPERTS: Mapping[str, Any] = {
+_FEW_EXPERTS = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
@@ -63,7 +61,7 @@ def _qwen2_5_vl():
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, tie_word_embeddings=True)
 
 
-TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
+TEXT_MODELS = {
     "qwen3": partial(_make, "Qwen3", head_dim=8, tie_word_embeddings=True),
     "gemma3_text": partial(_make, "Gemma3Text", head_dim=8, sliding_window=4, layer_types=_SLIDING),
     "llama": partial(_make, "Llama"),
@@ -96,7 +94,7 @@ TEXT_MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "glm4_moe": partial(_make, "Glm4Moe", **_FEW_EXPERTS, head_dim=8),
 }
-ALL_MODELS: Mapping[str, Callable[[], Any]] = {**TEXT_MODELS, "qwen2_5_vl": _qwen2_5_vl}
+ALL_MODELS = {**TEXT_MODELS, "qwen2_5_vl": _qwen2_5_vl}
 
 
 def save_tiny(name, folder):

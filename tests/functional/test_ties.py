@@ -6,10 +6,9 @@ import itertools
 import json
 import logging
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
+import sweep_transformers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -24,9 +23,6 @@ from titanlite.config.model import ModelSection
 from titanlite.materialize import materialize
 from titanlite.models.families import resolve_model_config
 from titanlite.preflight import check
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import sweep_transformers
 
 # Where the top-level flag wins, where either does, where the class's default is True, and models
 # without text_config.

@@ -12,14 +12,13 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGINNING, _WIDTH = "## All classes, tried", 120  # where the part begins, and its columns
 # What the page says of a stage, and the words that stand for "as in transformers".
-_STAGES: Mapping[str, tuple[str, str]] = {
+_STAGES = {
     "reads": ("config.json of transformers leads to the same class", "yes"),
     "builds": ("on the meta device it has the same tensors", "yes"),
     "loads": ("parameters, buffers and ties are those of `from_pretrained`, bit for bit", "equal"),
@@ -39,7 +38,7 @@ _NOT_CAUSAL, _NO_TEXT = (
     "sees later tokens, so it predicts nothing",
     "no text alone: sound, images, a robot's state, a canvas",
 )
-_REASONS: Mapping[str, str] = {
+_REASONS = {
     _NOT_CAUSAL: r"is not causal",
     _NO_TEXT: r"does not run on text alone",
     "transformers does not read what it saves of it": r"^lost",

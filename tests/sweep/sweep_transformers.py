@@ -24,7 +24,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -352,7 +352,7 @@ def _is_close(found, expected):
     return bool((found - expected).norm() <= 1e-4 * expected.norm())
 
 
-STAGES: tuple[Callable[[Case], str], ...] = (
+STAGES = (
     built,
     reads,
     builds,

@@ -3,7 +3,6 @@ logits, and its gaps.
 """
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.materialize import materialize
-from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.expert_bias import ExpertBiasBalancer
@@ -214,19 +212,3 @@ def test_a_model_that_cannot_be_counted_says_so(config, said, caplog):
         == ("cannot be counted" in said)
     )
     assert balancer.bias_range() is None
-
-
-@pytest.mark.parametrize(
-    ("config", "idle"), [(llama4, 3), (TEXT_MODELS["mixtral"], 2), (TEXT_MODELS["glm4_moe"], 2)]
-)
-def test_active_parameters_have_no_idle_experts(config, idle):
-    model = build_transformers(transformers_config(config().to_dict(), "test"))
-    sizes = {name: param.numel() for name, param in model.named_parameters()}
-    routed = sum(
-        size
-        for name, size in sizes.items()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    )
-    # it is not known how many
-    every = train_flops_per_token(build_transformers(replace(model.config, top_k=0)), 0)
-    assert routed and every - train_flops_per_token(model, 0) == 6 * routed * idle // 4

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
-_ENCODER: dict[str, Any] = {
+_ENCODER = {
     "vocab_size": 64,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -26,13 +25,13 @@ _ENCODER: dict[str, Any] = {
     "max_position_embeddings": 40,
     "pad_token_id": 1,
 }
-_MAMBA: dict[str, Any] = {
+_MAMBA = {
     "vocab_size": 64,
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "state_size": 4,
 }
-_MINIMAX: dict[str, Any] = (
+_MINIMAX = (
     _ENCODER
     | {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
     | {"layer_types": ["linear_attention", "full_attention"]}

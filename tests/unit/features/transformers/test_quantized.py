@@ -197,10 +197,6 @@ def test_damaged_mxfp4_is_refused(tmp_path, edit, message):
     [
         ({"quant_method": "awq", "bits": 4}, "'awq'"),
         (
-            {"quant_method": "compressed-tensors", "format": "float-quantized"},
-            "'compressed-tensors'",
-        ),
-        (
             {"quant_method": "modelopt", "quant_algo": "NVFP4"},
             r"'modelopt' \(\{'quant_algo': 'NVFP4'\}\)",
         ),
