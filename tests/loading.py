@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import TitanliteError
@@ -10,7 +12,7 @@ from titanlite.checkpoint.hf_model import HFFormat, weights_of
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import materialize
-from titanlite.models.families import any_model_config_from_hf, families
+from titanlite.models.families import any_model_config_from_hf, families, family_of
 
 # What chooses each family on the command line, in its small preset.
 EVERY_FAMILY = {name: [f"--model.name={name}"] for name in families()}
@@ -29,6 +31,28 @@ def refusal(folder, implementation="auto"):
     with pytest.raises(TitanliteError) as error:
         load(folder, implementation)
     return str(error.value)
+
+
+def save_random_model(job, folder):
+    """A transformers model whose logits are far apart, so that rounding does not change the best
+    one.
+    """
+    config = AutoConfig.for_model(
+        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.endswith("inv_freq"):
+                tensor.copy_(
+                    torch.randn(tensor.shape, generator=generator)
+                    * (0.3 if tensor.dim() < 2 else 0.1)
+                )
+            if name.endswith("norm.weight"):
+                tensor.add_(1.0)
+    model.save_pretrained(folder)
+    return model.eval()
 
 
 def hf_checkpoint(folder, config, **options):

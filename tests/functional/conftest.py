@@ -7,14 +7,12 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import cast
+from types import SimpleNamespace
 
 import numpy.ma  # noqa: F401
 import pytest
@@ -63,7 +61,7 @@ class _OmegaConf:
 
 
 if find_spec("omegaconf") is None:  # machines with GPUs that have torch and little else
-    sys.modules["omegaconf"] = cast(ModuleType, SimpleNamespace(OmegaConf=_OmegaConf))
+    sys.modules["omegaconf"] = SimpleNamespace(OmegaConf=_OmegaConf)
 
 VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
 SEQ_LEN = 32
@@ -116,7 +114,7 @@ _CHAT_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 # The ladder: name -> (degrees, ranks that read different data).
-MESHES: Mapping[str, Degrees] = {
+MESHES = {
     "FSDP4": Degrees(dp_shard=4),
     "HSDP2x2": Degrees(dp_replicate=2, dp_shard=2),
     "TP2xFSDP2": Degrees(dp_shard=2, tp=2),

@@ -32,13 +32,6 @@ def assert_one_error(done, *words):
         assert done.stderr.count(word) == 1, done.stderr
 
 
-def test_good_configuration_passes(run_process, config_file):
-    done = preflight(
-        run_process, "--config", str(config_file), "--parallelism.tensor_parallel_degree=2"
-    )
-    assert (done.returncode, done.output) == (0, "")
-
-
 def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
     start = time.monotonic()
     arguments = ["--config", str(config_file), "--parallelism.expert_parallel_degree=3"]
@@ -98,14 +91,6 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
     ("overrides", "words"),
     [
         (
-            ["--data.path=/nowhere/text"],
-            "data: /nowhere/text does not exist. Give a path that exists.",
-        ),
-        (
-            ["--data.pattern=*.md"],
-            'matches pattern "*.md". Change data.pattern or data.path.',
-        ),
-        (
             ["--data.tokenizer_path=/nowhere"],
             "data: tokenizer_path /nowhere: /nowhere does not exist.",
         ),
@@ -115,7 +100,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
         ),
         (["--job.dump_folder={file}/run"], "Not a directory"),
     ],
-    ids=["path", "pattern", "tokenizer", "too little text", "dump folder"],
+    ids=["tokenizer", "too little text", "dump folder"],
 )
 def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
     run_ranks, config_file, tmp_path, capfd, monkeypatch, overrides, words

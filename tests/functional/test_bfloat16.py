@@ -69,7 +69,6 @@ DELTA = ["--model.name=qwen3_next", BF16]
     [
         ("FSDP4", []),
         ("TP2xFSDP2", ["--training.dtype=bfloat16"]),
-        ("CP2xFSDP2", []),
         ("FSDP4", ["--model.overrides.tie_word_embeddings=true"]),
     ],
 )

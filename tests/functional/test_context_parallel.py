@@ -51,63 +51,6 @@ def batch():
     return tokens, labels, positions, documents
 
 
-def gradients(model, loss, *, over_ranks):
-    """Of every parameter; each rank has those of its own positions, and FSDP would add them up."""
-    model.zero_grad()
-    loss.backward()
-    found = {}
-    for name, param in model.named_parameters():
-        assert param.grad is not None, name
-        found[name] = param.grad.clone()
-        if over_ranks:
-            dist.all_reduce(found[name])
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "num_kv_heads"), [(2, 2), (4, 4), (4, 1)])
-def test_logits_losses_and_gradients_are_those_of_whole_sequences(run_ranks, ranks, num_kv_heads):
-    """Also with a loss that weighs tokens: the gradient of a token's loss reaches the rank that has
-    the token.
-    """
-
-    def rank_main():
-        whole, split = build(num_kv_heads), build(num_kv_heads)
-        apply_context_parallel(split, dist.group.WORLD)  # type: ignore[arg-type]
-        tokens, labels, positions, documents = batch()
-        with torch.no_grad():
-            logits = split(tokens, None, positions, documents)
-            torch.testing.assert_close(logits, whole(tokens, None, positions, documents))
-            torch.testing.assert_close(
-                split(tokens), whole(tokens), msg="positions 0, 1, 2, ... and no documents"
-            )
-        inputs = (tokens, labels, positions, documents)
-        weights = torch.rand(BATCH, SEQ_LEN, generator=torch.Generator().manual_seed(2))
-        of_tokens, expected = (
-            model(*inputs, reduction="none").cross_entropy for model in (split, whole)
-        )
-        torch.testing.assert_close(of_tokens, expected)
-        summed, expected_sum = (model(*inputs).cross_entropy for model in (split, whole))
-        torch.testing.assert_close(summed, expected_sum)
-        for ours, theirs in (
-            ((of_tokens * weights).sum(), (expected * weights).sum()),
-            (summed, expected_sum),
-        ):
-            found, wanted = (
-                gradients(split, ours, over_ranks=True),
-                gradients(whole, theirs, over_ranks=False),
-            )
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-            assert all(grad.abs().max() > 1e-3 for grad in wanted.values()), "nothing was compared"
-        return logits, of_tokens.detach(), summed.item()
-
-    first, *others = run_ranks(ranks, rank_main)
-    for other in others:
-        assert (
-            all(torch.equal(a, b) for a, b in zip(first[:2], other[:2], strict=True))
-            and first[2] == other[2]
-        )
-
-
 class Called(TorchDispatchMode):
     def __init__(self):
         super().__init__()

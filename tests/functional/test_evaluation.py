@@ -180,7 +180,7 @@ def test_a_scorer_that_fails_ends_all_ranks_with_one_error(
 # --- early stopping
 
 
-def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path):
+def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train):
     losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4, 1.0, 1.0, 1.0]
     arguments = [
         *VALIDATION,
@@ -205,7 +205,7 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train, tmp_path
 # --- the best checkpoint
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
     arguments = [

@@ -4,7 +4,6 @@ on the mesh.
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from transformers import AutoTokenizer
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
-
-Rows = list[list[int]]
 
 
 @pytest.fixture
@@ -114,81 +111,3 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, t
     eos = generation["eos_token_id"]
     # plain transformers stops where the training did
     assert eos[-1] == end_of_turn and eos.count(end_of_turn) == 1
-
-
-def write_sources(folder, kind, sizes):
-    """Write sources with so many documents or chats, each of about a sequence of 32 tokens; return
-    their overrides.
-    """
-    overrides = []
-    for name, count in sizes.items():
-        if kind == "text":
-            path = folder / name
-            path.mkdir()
-            repeats = 5 if count == 1 else 2  # one document must be a sequence
-            for number in range(count):
-                (path / f"{number}.txt").write_text(
-                    " ".join([f"{name} {number} what is one and two"] * repeats)
-                )
-        else:
-            path = folder / f"{name}.jsonl"
-            ask = {"role": "user", "content": "what is one"}
-            answers = (
-                {"role": "assistant", "content": f"{name} {number}"} for number in range(count)
-            )
-            path.write_text(
-                "".join(json.dumps({"messages": [ask, answer]}) + "\n" for answer in answers)
-            )
-        overrides.append(f"--data.sources.{name}.path={path}")
-    return overrides
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "batch", "held_out"),
-    [
-        pytest.param("text", {"large": 250, "one": 1}, 72, False, marks=pytest.mark.full),
-        ("text", {"large": 90, "small": 5, "medium": 40}, 40, True),
-        ("examples", {"one": 1, "large": 300}, 88, False),
-        pytest.param(
-            "examples", {"large": 300, "small": 3, "medium": 40}, 88, True, marks=pytest.mark.full
-        ),
-    ],
-)
-def test_sources_without_weights_train_each_sequence_once_an_epoch(
-    train,
-    examples,
-    tmp_path,
-    kind,
-    sizes,
-    batch,
-    held_out,
-):
-    """Whatever their sizes; resumed on another mesh in the midst of an epoch, the run goes on where
-    it was.
-    """
-    options = [
-        option
-        for option in examples
-        if not option.startswith(("--data.dataset=", "--training.seq_len="))
-    ]
-    options += [f"--data.dataset={kind}", "--data.path=", "--training.seq_len=32"]
-    options += write_sources(tmp_path, kind, sizes)
-    options += [f"--validation.enable={str(held_out).lower()}", "--validation.freq=2"]
-    options.append(f"--training.global_batch_size={batch}")
-    if kind == "examples":
-        options.append("--data.packing=false")
-    whole = train(Degrees(dp_shard=2, ep=2), tmp_path / "whole", *options)
-    shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
-    resumed = train(Degrees(), tmp_path / "resumed", *options)
-    assert global_batches(resumed) == global_batches(whole)[2:]
-    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
-    rows = [tuple(row) for step in global_batches(whole) for row in step]
-    counts = Counter(rows)
-    assert set(counts.values()) == {1, 2}, "an epoch and a part of the next"
-    if held_out:
-        names = [f"loss/validation{name}" for name in ("", *(f"/{name}" for name in sizes))]
-        found = [
-            [losses(tmp_path / folder, name)[-1] for name in names]
-            for folder in ("whole", "resumed")
-        ]
-        assert found[1] == pytest.approx(np.array(found[0]), rel=1e-4)

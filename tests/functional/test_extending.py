@@ -33,7 +33,7 @@ from titanlite.config.schema import OptimizerSection
 from titanlite.features.api import make_config
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer
 from titanlite.features.sft.rows import open_rows
-from titanlite.models.families import any_model_config_from_hf, families, resolve_model_config
+from titanlite.models.families import any_model_config_from_hf
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE.read_text(), flags=re.S))
@@ -279,14 +279,6 @@ def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file
     assert rows.identity != before
 
 
-def test_a_family_of_ones_own(modules):
-    section = load_config_of("--model.name=my_models:FAMILY", "--model.flavor=small").model
-    config = resolve_model_config(section)
-    assert (config.family, config.num_layers) == ("smollama", 2) and not config.qk_norm
-    theirs = {**families()["smollama"].to_hf(config), "model_type": "smollama"}
-    assert families()["smollama"].from_hf(theirs, "test") == config
-
-
 def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
     """With default settings, as the page says: in titanlite, in its class of transformers, and by
     the class's name.
@@ -409,7 +401,7 @@ def test_what_a_trial_finds_wrong(modules, name, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "launch"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     shutil.copy(modules / "experiment.py", tmp_path)

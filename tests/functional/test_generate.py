@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.loading import EVERY_FAMILY, hf_checkpoint
+from tests.loading import EVERY_FAMILY, hf_checkpoint, save_random_model
 from titanlite.assemble import shard
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -17,7 +16,6 @@ from titanlite.distributed import ParallelDims
 from titanlite.features.generate.generate import Sampling, generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.models.families import family_of
 from titanlite.preflight import check
 
 FAMILIES = EVERY_FAMILY | {
@@ -56,28 +54,6 @@ class Reference:
 
     folder: Path
     tokens: list[list[int]]
-
-
-def save_random_model(job, folder):
-    """A transformers model whose logits are far apart, so that rounding does not change the best
-    one.
-    """
-    config = AutoConfig.for_model(
-        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if not name.endswith("inv_freq"):
-                tensor.copy_(
-                    torch.randn(tensor.shape, generator=generator)
-                    * (0.3 if tensor.dim() < 2 else 0.1)
-                )
-            if name.endswith("norm.weight"):
-                tensor.add_(1.0)
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 def continue_with_transformers(model, prompts):
@@ -224,7 +200,7 @@ def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, lo
         assert found == references["qwen3_moe"].tokens
 
 
-def test_one_forward_of_one_token_per_row_and_step(run_ranks, load, meshes):
+def test_one_forward_of_one_token_per_row_and_step(run_ranks, load):
     """What the cache is for. Under tp the rows of a step share one sequence; 3 rows are padded to
     4.
     """

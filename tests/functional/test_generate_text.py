@@ -5,19 +5,17 @@ otherwise.
 import json
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.loading import save_random_model
 from titanlite import __main__
-from titanlite.assemble import assemble, build_data
+from titanlite.assemble import build_data
 from titanlite.config import load_config
-from titanlite.models.families import family_of
 from titanlite.preflight import check
 
 NEW = 12
@@ -51,20 +49,8 @@ def folder(config_file, tmp_path_factory):
         load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]),
         1,
     )
-    config = AutoConfig.for_model(
-        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(
-                torch.randn(param.shape, generator=generator) * (0.3 if param.dim() < 2 else 0.1)
-            )
-            if name.endswith("norm.weight"):
-                param.add_(1.0)
     path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
+    save_random_model(job, path)
     tokenizer, _ = build_data(job.job, 0, 1)
     tokenizer.save_pretrained(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -130,24 +116,8 @@ def test_chat(command, folder, expect, tmp_path):
     assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
 
 
-def test_a_checkpoint_of_a_run_and_its_folder(command, run_ranks, checked):
-    from titanlite.config.parallelism import Degrees
-
-    job = checked(Degrees(), "--training.steps=1", "--lr_scheduler.warmup_steps=1")
-    run_ranks(1, lambda: assemble(job).train())
-    run = Path(job.job.job.dump_folder)
-    step = run / "checkpoint/step-1"
-    of_step = command(step, "--prompt", "def f", "--max-new-tokens", 3)
-    assert of_step.code == 0 and of_step.out.startswith("def f")
-    for folder in (run, run / "checkpoint"):
-        done = command(folder, "--prompt", "def f", "--max-new-tokens", 3)
-        assert (done.code, done.out) == (0, of_step.out)
-        assert done.err.startswith(f"generate: took {step}, the newest complete checkpoint\n")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--tp", "2", "--ep", "2"]], ids=["FSDP2", "TP2xEP2"])
-def test_several_ranks_print_once_what_one_prints(command, folder, run_process, options):
+def test_several_ranks_print_once_what_one_prints(command, folder, run_process):
     arguments = [str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
     one = command(*arguments)
     launch = [
@@ -159,22 +129,19 @@ def test_several_ranks_print_once_what_one_prints(command, folder, run_process, 
         "titanlite",
         "generate",
     ]
-    done = run_process([sys.executable, *launch, *arguments, *options], timeout_s=240)
+    done = run_process(
+        [sys.executable, *launch, *arguments, "--tp", "2", "--ep", "2"], timeout_s=240
+    )
     assert (done.returncode, done.stdout) == (0, one.out), done.output
     assert done.stderr.count("tokens/s") == 1
 
 
-BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
+BAD_ARGUMENTS = {
     "no prompt": ([], "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE."),
-    "empty prompt": (["--prompt", ""], "generate: prompt 1 has no tokens."),
     "too long": (
         ["--prompt", "x " * 60, "--max-new-tokens", 8],
         "more than the model's max_position_embeddings (64). Shorten it, or lower "
         "--max-new-tokens.",
-    ),
-    "temperature": (
-        ["--prompt", "x", "--temperature", -1],
-        "generate: temperature = -1.0 is out of range.",
     ),
     "tp": (
         ["--prompt", "x", "--tp", 2, "--max-new-tokens", 3],
@@ -183,10 +150,6 @@ BAD_ARGUMENTS: Mapping[str, tuple[list[object], str]] = {
     "no file": (
         ["--prompts-file", "/no/such/file"],
         "--prompts-file /no/such/file: cannot be read: No such file",
-    ),
-    "no tokenizer": (
-        ["--prompt", "x", "--tokenizer", "/no/such"],
-        "generate: /no/such has no tokenizer.json.",
     ),
 }
 

@@ -19,7 +19,6 @@ KILLS = int(os.environ.get("TITANLITE_KILLS", "2"))
 RANKS = 2
 ORPHANS_END_S = 10  # 0.2 on idle cores; the drill prints the longest
 TWO_STARTS_EVERY = 5
-LISTENS = "0A"  # in /proc/net/tcp
 
 pytestmark = pytest.mark.timeout(900 if KILLS <= 2 else 0)
 
@@ -53,40 +52,8 @@ def is_over(run):
     return run.process.poll() is not None
 
 
-def listening(pids):
-    """Addresses, in the kernel's spelling, on which these processes accept connections."""
-    links = [
-        os.readlink(path)
-        for pid in pids
-        for path in Path(f"/proc/{pid}/fd").iterdir()
-        if path.is_symlink()
-    ]
-    inodes = {
-        link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")
-    }
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            address, state, inode = (line.split()[at] for at in (1, 3, 9))
-            if state == LISTENS and inode in inodes:
-                found.add(address.partition(":")[0])
-    return found
-
-
 @pytest.mark.slow
-def test_nothing_listens_but_on_the_loopback_interface_before_and_after_a_restart(start):
-    run = start("pids")
-    for number in (1, 2):
-        run.wait_for("steps", lambda n=number: run.steps().count(1) == n and run.steps()[-1] > 1)
-        pids = pids_of(run)
-        assert listening(pids) == {"0100007F"}
-        if number == 1:
-            os.kill(pids[2], signal.SIGKILL)
-    stop(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_goes_on(start, tmp_path, mode):
     """Of two that start at once, one goes on and the other is refused."""
     rng, checkpoints = random.Random(KILLS), tmp_path / "run/checkpoint"

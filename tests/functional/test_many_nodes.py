@@ -278,21 +278,6 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
 
 
-@pytest.mark.slow
-def test_two_network_namespaces_with_fixed_numbers(cluster, namespaces):
-    """The host name resolves to a loopback address in both: the interface has to be found by the
-    route.
-    """
-    run = cluster(2, "--checkpoint.enable=false")
-    started = []
-    for number, prefix in enumerate(namespaces.prefixes):
-        static = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": namespaces.addresses[0]}
-        started.append(run.start({**static, "MASTER_PORT": "29533", "NGPU": "1"}, prefix))
-    run.end(*started)
-    assert run.steps() == {1, 2} and "2 ranks on cpu" in started[0].out
-    assert started[1].out == "", "rank 0 is on machine 0"
-
-
 FAKE_SRUN = """#!/usr/bin/env bash
 # Runs the command once per node, in the node's namespace if there is one, and passes SIGTERM on, as srun does.
 while [[ "$1" == --* ]]; do echo "$1" >>"$FAKE_FOLDER/srun.log"; shift; done

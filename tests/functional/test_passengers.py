@@ -141,34 +141,6 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
-def test_every_checkpoint_has_the_prediction_layers_of_a_gated_delta_net(
-    train, pretrained, tmp_path
-):
-    """As Qwen3-Next is published: `mtp.*`, which transformers passes over."""
-    family = "--model.name=qwen3_next"
-    base = shutil.copytree(pretrained("next", 0.1, family), tmp_path / "base")
-    tensors = load_file(base / "model.safetensors")
-    width = tensors["model.embed_tokens.weight"].shape[1]
-    layers = {
-        "mtp.fc.weight": torch.randn(width, 2 * width, dtype=torch.bfloat16),
-        "mtp.norm.weight": torch.randn(width),
-        "mtp.layers.0.mlp.experts.1.up_proj.weight": torch.randn(7, width),
-    }
-    save_file(tensors | layers, base / "model.safetensors", {"format": "pt"})
-    weights = f"--checkpoint.initial_load_path={base}"
-    last = train(
-        Degrees(dp_shard=2, ep=2), family, weights, "--checkpoint.interval=1", "--training.steps=2"
-    )
-    for folder in last.parent.glob("step-*"):
-        got = stored(folder)
-        assert got.keys() == {*tensors, *layers} and is_same(got, layers), folder.name
-        assert check_folder(folder, checksums=True) == []
-    assert len(list(last.parent.glob("step-*"))) == 2
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    _, info = load(last, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values())
-
-
 def test_through_transformers_class_and_from_the_base_of_adapters(
     run_ranks, pretrained, text_folder, tmp_path
 ):

@@ -189,9 +189,13 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks):
 @pytest.mark.parametrize(
     ("degrees", "overrides"),
     [
-        (Degrees(dp_shard=2, pp=2), []),
+        pytest.param(Degrees(dp_shard=2, pp=2), [], marks=pytest.mark.full),
         (Degrees(dp_replicate=2, pp=2), ["--activation_checkpoint.mode=full"]),
-        (Degrees(tp=2, ep=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
+        pytest.param(
+            Degrees(tp=2, ep=2, pp=2),
+            ["--parallelism.fsdp_once_per_step=true"],
+            marks=pytest.mark.full,
+        ),
         (Degrees(dp_replicate=2, dp_shard=2), ["--parallelism.fsdp_once_per_step=true"]),
     ],
     ids=str,

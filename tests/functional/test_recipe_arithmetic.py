@@ -18,6 +18,7 @@ SAMPLES = 100
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_saved_model_scores_the_same_in_transformers(run_ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = [

@@ -102,18 +102,7 @@ def contents(folder, step):
         ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
         ("EP2xFSDP2", [*NEXT, *MUON]),
         ("TP2xEP2", ["--model.name=gpt_oss", *MUON]),
-    ],
-    ids=[
-        "FSDP4",
-        "HSDP2xTP2xEP2",
-        "bfloat16 export",
-        "bfloat16 training",
-        "Muon",
-        "CP2xTP2xEP4",
-        "pipeline",
-        "pipeline async",
-        "gated delta net",
-        "biased experts and sinks",
+        ("EP2xFSDP2", ["--model.implementation=transformers", "--moe.expert_bias_update_rate=0"]),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
@@ -160,11 +149,11 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
     ("before", "after"),
     [
         ("FSDP4", "TP2xEP2"),
-        ("HSDP2xTP2xEP2", "EP4"),
+        pytest.param("HSDP2xTP2xEP2", "EP4", marks=pytest.mark.full),
         ("FSDP4", Degrees()),
         ("CP2xEP2", "TP2xFSDP2"),
         ("PP2xTP2xEP2", "EP2xFSDP2"),
-        ("PP2xFSDP2", Degrees()),
+        pytest.param("PP2xFSDP2", Degrees(), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -179,7 +168,7 @@ def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(
 
 
 def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
-    run_ranks, train, halfway, checked, tmp_path
+    run_ranks, halfway, checked
 ):
     _, resumed = halfway(Degrees())
 
@@ -201,25 +190,14 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
     run_ranks(1, rank_main)
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        (
-            "--model.overrides.rope_theta=5e4",
-            r"rope_theta is 50000\.0, there 1000000\.0\. Undo the change, or begin a",
-        ),
-        ("--model.overrides.top_k=1", r"top_k is 1, there 2\."),
-        ("--model.overrides.num_layers=3", r"num_layers is 3, there 2\."),
-    ],
-)
-def test_resumed_with_another_model_it_is_refused(train, halfway, override, text):
+def test_resumed_with_another_model_it_is_refused(train, halfway):
     """Also where its tensors would fit."""
     _, resumed = halfway(Degrees(dp_shard=2))
     with pytest.raises(
         AssertionError,
-        match=rf"this run is to resume from .*step-\d+, whose model is another one: {text}",
+        match=r"step-\d+, whose model is another one: rope_theta is 50000\.0, there 1000000\.0",
     ):
-        train(Degrees(dp_shard=2), resumed, override)
+        train(Degrees(dp_shard=2), resumed, "--model.overrides.rope_theta=5e4")
 
 
 def test_optimizer_states_are_those_of_the_run(halfway, meshes):
@@ -246,42 +224,20 @@ def _resume(run_ranks, job, action=lambda trainer: trainer.step):
     return run_ranks(job.degrees.world_size, lambda: action(assemble(job)))
 
 
-def test_nothing_is_drawn_when_a_run_resumes(run_ranks, halfway, checked, meshes):
-    from titanlite.materialize import Init
-
-    _, resumed = halfway(meshes["HSDP2xTP2xEP2"])
-    job = checked(meshes["HSDP2xTP2xEP2"], *SCHEDULE, f"--job.dump_folder={resumed}")
-    found = _resume(
-        run_ranks,
-        job,
-        lambda t: [e.fqn for e in t.parts.plan.entries if isinstance(e.source, Init)],
-    )
-    # Counts of the running step begin anew; the biases of Qwen3-MoE come from the file beside the
-    # model.
-    assert [n for names in found for n in names if not n.endswith("tokens_per_expert")] == []
-
-
-def test_a_finished_run_says_so_and_saves_nothing(train, halfway, tmp_path):
+def test_a_finished_run_says_so_and_saves_nothing(train, halfway, text_folder, tmp_path):
     whole, _ = halfway(TWO)
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     train(TWO, copy)
+    with pytest.raises(AssertionError, match=rf"ask for 4 steps, but .* is of step {ALL}"):
+        train(TWO, copy, "--training.steps=4")
+    with pytest.raises(AssertionError, match=rf"holds another run, at step {ALL}: data\.path"):
+        train(TWO, copy, f"--data.path={shutil.copytree(text_folder, tmp_path / 'other')}")
     assert contents(copy, ALL) == contents(whole, ALL)
     assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [
         f"step-{HALF}",
         f"step-{ALL}",
     ]
-
-
-def test_longer_training_goes_on_from_the_last_checkpoint(train, halfway, tmp_path):
-    whole, _ = halfway(TWO)
-    shutil.copytree(whole, tmp_path / "run")
-    train(TWO, tmp_path / "run", f"--training.steps={ALL + 2}")
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
-    assert steps == list(range(1, ALL + 3))
 
 
 def test_initial_load_path_begins_at_step_0_with_those_weights(
@@ -314,14 +270,7 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["--checkpoint.export_dtype=float32"],
-        ["--checkpoint.export_dtype=bfloat16"],
-        ["--optimizer.freeze=*experts*"],
-        ["--training.dtype=bfloat16"],
-        ["--optimizer.name=Muon"],
-    ],
-    ids=["float32", "bfloat16 export", "frozen experts", "bfloat16", "Muon"],
+    [["--checkpoint.export_dtype=bfloat16", "--optimizer.freeze=*experts*"], MUON],
 )
 def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     job = checked(

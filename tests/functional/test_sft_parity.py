@@ -105,7 +105,12 @@ def plain_losses():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "packing"), [("one", "true"), ("one", "false"), ("TP2xEP2", "true")]
+    ("mesh", "packing"),
+    [
+        ("one", "true"),
+        pytest.param("one", "false", marks=pytest.mark.full),
+        ("TP2xEP2", "true"),
+    ],
 )
 def test_twenty_steps_are_those_of_a_plain_loop(
     run_ranks,

@@ -351,8 +351,9 @@ class TestCompile:
         [
             (Degrees(), "full"),
             (Degrees(tp=2, ep=2), "selective"),
-            (Degrees(cp=2), "full"),  # experts are a unit of FSDP
-            (Degrees(pp=2), "selective"),
+            # experts are a unit of FSDP
+            pytest.param(Degrees(cp=2), "full", marks=pytest.mark.full),
+            pytest.param(Degrees(pp=2), "selective", marks=pytest.mark.full),
         ],
         ids=str,
     )
@@ -391,6 +392,7 @@ class TestCompile:
         not (shutil.which("g++") or shutil.which("c++")), reason="the inductor needs a C++ compiler"
     )
     @pytest.mark.slow
+    @pytest.mark.full
     def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
         """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
