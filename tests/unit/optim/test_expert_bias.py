@@ -84,6 +84,7 @@ def test_from_random_weights_every_moe_is_balanced(family):
         ({"family": "deepseek_v3", "aux_loss_coeff": 1e-4}, (BIAS_UPDATE_RATE, 1e-4)),
         ({"sizes": {"num_experts": 2, "top_k": 2}}, (None, None)),  # no choice
         ({"before": {KEPT: "0.05"}, "weights": "folder"}, (None, 0.05)),
+        ({"before": {KEPT: "0.05"}, "aux_loss_coeff": 0.3}, (None, 0.3)),
         ({"before": {}}, (None, 0.0)),  # of a checkpoint that is older than the default
         ({"before": {KEPT: "None"}, "family": "deepseek_v3"}, (BIAS_UPDATE_RATE, None)),
     ],
