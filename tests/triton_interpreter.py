@@ -10,13 +10,12 @@ by a kernel, and makes a table of dtypes at each operation.
 """
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-_Builder: Any = interpreter.InterpreterBuilder
+_Builder = interpreter.InterpreterBuilder
 _cast_impl = _Builder.cast_impl
 
 

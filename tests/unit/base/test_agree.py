@@ -5,7 +5,7 @@ import pytest
 from titanlite.base.agree import together
 from titanlite.base.errors import CheckpointError, DataError, TitanliteError
 
-CASES: dict[str, tuple[list[TitanliteError | None], TitanliteError | None]] = {
+CASES = {
     "none": ([None, None, None], None),
     "all alike": ([DataError("no rows")] * 3, DataError("no rows")),
     "one": ([None, None, CheckpointError("full")], CheckpointError("full (rank 2)")),

@@ -2,9 +2,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from files import at_most
@@ -41,7 +39,7 @@ def make_socket(path):
     os.chdir(here)
 
 
-SPECIAL: dict[str, Callable[[Path], None]] = {
+SPECIAL = {
     "a named pipe": os.mkfifo,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "a socket": make_socket,
@@ -49,7 +47,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 
 
 # Where the package opens what a user names, and the name that the file must have there.
-OPENED: dict[str, Callable[[Path], Any]] = {
+OPENED = {
     "config.toml": lambda path: load_config(["--config", str(path)]),
     "config.json": lambda path: any_model_config_from_hf(path.parent, "model"),
     "tokenizer.json": lambda path: load_tokenizer(path),

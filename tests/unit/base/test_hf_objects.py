@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,7 +93,7 @@ def by_config_alone(folder):
     add_code(folder, "preprocessor_config.json", images)
 
 
-ATTACKS: dict[str, Callable[[Path], None]] = {
+ATTACKS = {
     "processor": lambda folder: add_code(
         folder,
         "processor_config.json",

@@ -3,7 +3,6 @@ compile, error texts.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,14 +25,14 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory():
     """Fresh memory is NaN, so that what is not written shows."""
     torch.use_deterministic_algorithms(True)  # only then torch fills uninitialized memory
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def make_offsets(sizes: list[int]) -> torch.Tensor:
+def make_offsets(sizes):
     return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32)
 
 
@@ -68,7 +67,7 @@ def reference(x, weight, dy, sizes):
     return y, dx, dw
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> float:
+def relative_error(actual, expected, scale):
     difference = (actual.double() - expected).norm().item()
     return difference / max(scale.norm().item(), 1e-30) if difference else 0.0
 

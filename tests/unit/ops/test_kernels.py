@@ -3,9 +3,7 @@
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -55,12 +53,12 @@ BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory(monkeypatch):
     """Fresh memory is NaN, so that an element that a kernel does not write is found."""
     new_empty, empty = torch.Tensor.new_empty, torch.empty
 
     @torch.no_grad()  # torch 2.11 makes leaves with it, for checkpoints
-    def poison(tensor: torch.Tensor) -> torch.Tensor:
+    def poison(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     with monkeypatch.context() as patch:
@@ -73,32 +71,32 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def error(actual, expected):
     difference = (actual.double() - expected).norm().item()
     return difference / max(expected.norm().item(), 1e-30) if difference else 0.0  # NaN is not 0
 
 
-def slices(sizes: list[int]) -> list[slice]:
+def slices(sizes):
     ends = list(itertools.accumulate(sizes))
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def check(
-    sizes: list[int],
-    tail: int,
-    k: int,
-    n: int,
-    dtype: torch.dtype,
-    k_major: bool,
-    tma: bool,
-    seed: int = 0,
-) -> None:
+    sizes,
+    tail,
+    k,
+    n,
+    dtype,
+    k_major,
+    tma,
+    seed=0,
+):
     """Forward, input gradient and weight gradient, as a whole and expert by expert; `tail` rows of
     NaN behind them.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
     rows, num_experts = sum(sizes), len(sizes)
@@ -190,9 +188,7 @@ def test_gather_sum(top_k, index, dtype):
     )
 
 
-def layer_of(
-    sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32, **widths: int
-) -> ExpertLayer:
+def layer_of(sizes, top_k, dtype=torch.float32, **widths):
     """Two tiles of rows for some experts; by default, one tile of columns."""
     return ExpertLayer(sizes, top_k, dtype, **widths, device=DEVICE)
 
@@ -270,9 +266,9 @@ def test_recomputed_under_activation_checkpointing():
 class Alive(TorchDispatchMode):
     """Storages that operators make, with whose they are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self._made: list[tuple[str, torch.Size, weakref.ref[torch.UntypedStorage]]] = []
+        self._made = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -283,7 +279,7 @@ class Alive(TorchDispatchMode):
         ]
         return out
 
-    def of(self, name: str) -> list[torch.Size]:
+    def of(self, name):
         """Shapes of what is left of the results of an operator; the interpreter leaves cycles."""
         gc.collect()
         return [
@@ -294,13 +290,13 @@ class Alive(TorchDispatchMode):
 def test_selective_checkpointing_keeps_nothing_of_the_second_product():
     layer = layer_of(SIZES["uneven"], 4)
     x, gate_up, down, *routed = layer.arguments()
-    config: Any = SimpleNamespace(
+    config = SimpleNamespace(
         num_experts=5, hidden_size=24, moe_intermediate_size=20, initializer_range=0.02
     )
     experts = Experts(config)
     experts.grouped_gemm_backend = "triton"
     experts.read = lambda parameter: gate_up if parameter.shape == gate_up.shape else down
-    model: Any = SimpleNamespace(modules=lambda: [experts], draws_random=lambda: False)
+    model = SimpleNamespace(modules=lambda: [experts], draws_random=lambda: False)
     checkpoint_operations(
         model, ActivationCheckpointSection(mode="selective", selective_ac_option="op")
     )

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -26,16 +25,16 @@ BF16 = torch.bfloat16
 class Calls(TorchDispatchMode):
     """Counts operators. Fake tensors have no values: what waits for the device is an error."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.found = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.found[str(func).removeprefix("aten.").removeprefix("titanlite.")] += 1
         return func(*args, **kwargs or {})
 
 
-def test_the_router_follows_float64() -> None:
+def test_the_router_follows_float64():
     torch.manual_seed(0)
     x, weight = (
         torch.randn(3, 40, 64).to(BF16).requires_grad_(),
@@ -55,7 +54,7 @@ def test_the_router_follows_float64() -> None:
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
 
 
-def test_the_router_compiles() -> None:
+def test_the_router_compiles():
     """On CUDA it is part of a layer's graph, which must not break."""
     torch.manual_seed(0)
     x, weight = (
@@ -63,7 +62,7 @@ def test_the_router_compiles() -> None:
         torch.randn(4, 16).to(BF16).requires_grad_(),
     )
 
-    def grads(function: Any) -> tuple[torch.Tensor, ...]:
+    def grads(function):
         return torch.autograd.grad(function(x, weight).sin().sum(), (x, weight))
 
     compiled = torch.compile(_WideLinear.apply, fullgraph=True, backend="aot_eager")
@@ -71,7 +70,7 @@ def test_the_router_compiles() -> None:
         assert torch.equal(actual, wanted)
 
 
-def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them() -> None:
+def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them():
     with FakeTensorMode(), plan_for_device("cuda"):
         x, weight = (torch.zeros(2, 40, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16))
         y = wide_linear(x.requires_grad_(), weight.requires_grad_())
@@ -85,7 +84,7 @@ def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_the_head_adds_its_weight_gradient_inside_the_product(reduction: Any) -> None:
+def test_the_head_adds_its_weight_gradient_inside_the_product(reduction):
     """Of 8192 tokens two chunks; no float32 matrix of the vocabulary is added to another."""
     with FakeTensorMode(), FixedScalars(), plan_for_device("cuda"), Calls() as calls:
         hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
@@ -99,7 +98,7 @@ def test_the_head_adds_its_weight_gradient_inside_the_product(reduction: Any) ->
 
 
 @pytest.mark.parametrize(("top_k", "summed", "picked"), [(1, 0, 4), (4, 2, 2)])
-def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k: int, summed: int, picked: int) -> None:
+def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k, summed, picked):
     """And picked where there is one row per token. Forward and backward, both ways."""
     with FakeTensorMode(), plan_for_device("cuda"), Calls() as calls:
         x, rows = (
@@ -143,8 +142,8 @@ print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and
 
 @pytest.mark.parametrize("values", [("1", "1"), ("0", "0")])
 def test_ranks_multiply_float32_whatever_an_image_sets(
-    values: tuple[str | None, str | None],
-) -> None:
+    values,
+):
     """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys
     the second alone.
     """

@@ -11,7 +11,7 @@ from titanlite.ops.moe_experts import moe_experts
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
-def layer_of(sizes: list[int], top_k: int, dtype: torch.dtype = torch.float32) -> ExpertLayer:
+def layer_of(sizes, top_k, dtype=torch.float32):
     # at least top_k rows belong to no expert
     return ExpertLayer(sizes, top_k, dtype, spare_tokens=1)
 

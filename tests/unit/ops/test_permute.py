@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from titanlite.ops import permute_tokens, unpermute_sum
 
 
-def make_rows(num_tokens: int, top_k: int, seed: int):
+def make_rows(num_tokens, top_k, seed):
     """A random permutation of the (token, choice) pairs: token of each row (R,), and row of each
     choice (T, k).
     """

@@ -70,7 +70,7 @@ def test_compiled_it_is_one_graph_and_keeps_its_input_alone(dtype, weighted):
     gate_up = torch.randn(40, 64, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.rand(40, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
     inputs = (gate_up, weight) if weighted else (gate_up,)
-    kept: list[tuple[int, ...]] = []
+    kept = []
     compiled = torch.compile(swiglu, fullgraph=True, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
