@@ -66,13 +66,6 @@ OPEN_THOUGHT = """{%- for message in messages %}<|im_start|>{{ message.role }}
 <think>
 {% endif %}"""
 
-MARKED = """{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}
-{%- else %}{{ message.content }}<|im_end|>
-{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""  # noqa: E501
-
 SPECIAL_TOKENS = [
     *(
         "<|endoftext|>",

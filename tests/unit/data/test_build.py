@@ -14,28 +14,6 @@ def job(data):
     return job
 
 
-def test_build_data_from_config(job, caplog):
-    caplog.set_level("INFO", logger="titanlite")
-    tokenizer, loader = build_data(job, dp_rank=1, dp_degree=3)
-    assert (loader.global_batch_size, loader.num_micro_batches, loader.dp_rank, loader.seed) == (
-        6,
-        1,
-        1,
-        42,
-    )
-    (batch,) = loader.micro_batches(0)
-    assert batch.tokens.shape == (2, 16)
-    dataset = loader.dataset
-    text = tokenizer.decode(dataset.tokenized.tokens.tolist())
-    assert text == "".join(document + tokenizer.eos_token for _, document in build_corpus(job.data))
-    assert (
-        f"data: {len(dataset.tokenized.tokens)} tokens, vocabulary 300, in 40 documents; sequences "
-        f"of 16 tokens: {dataset.num_train_sequences} to train on, "
-        f"{dataset.num_validation_sequences} held out"
-    ) in caplog.text
-    assert "validation.steps" not in caplog.text
-
-
 def test_tokenizer_of_the_pretrained_model_is_used(job, tmp_path, caplog):
     caplog.set_level("INFO", logger="titanlite")
     job.data.bpe_vocab_size = 280

@@ -11,12 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML
 
-from titanlite.assemble import build_data
-from titanlite.base.errors import DataError
-from titanlite.config import load_config
-from titanlite.features.sft.chat import ANSWER, DROPPED, END, NO_END, TRAINED, ChatRenderer
+from titanlite.features.sft.chat import ANSWER, END, NO_END, TRAINED, ChatRenderer
 from titanlite.features.sft.chat_template import set_arguments, set_date
-from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.sft.encode import ExampleEncoder, encode_prompt
 from titanlite.features.sft.readers import RowError
 
@@ -381,35 +377,3 @@ def test_a_turn_without_an_end_is_counted(make_tokenizer):
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     _, encoder = encode(make_tokenizer(template), chat("a", "b"))
     assert encoder.renderer.counts[NO_END] == 1 and not encoder.stop_token_ids
-
-
-def test_dropped_parts_and_template_arguments_from_a_toml_file(make_job, tmp_path):
-    template = "{{ 'quietly ' if quiet is defined and quiet }}" + CHATML
-    call = {"type": "function", "function": {"name": "find", "arguments": {"key": "value"}}}
-    row = {"messages": [*chat("hi"), {"role": "assistant", "content": "x", "tool_calls": [call]}]}
-    make_job([row], template.replace("tool_calls", "nothing"))
-    toml = tmp_path / "run.toml"
-    text = f"""training.seq_len = 2048
-
-[model]
-flavor = "debug"
-
-[data]
-dataset = "examples"
-path = "{tmp_path / "rows.jsonl"}"
-tokenizer_path = "{tmp_path / "tokenizer"}"
-cache_folder = "{tmp_path / "cache"}"
-validation_share = 0.0
-chat_template_kwargs = {{quiet = true}}
-"""
-    toml.write_text(text)
-    with pytest.raises(
-        DataError, match=r"row 1: .* drops messages\[1\]\.tool_calls, a call of 'find'"
-    ):
-        build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
-    toml.write_text(text + 'dropped_parts = "warn"\n')
-    tokenizer, loader = build_data(load_config(["--job.config_file", str(toml)]), 0, 1)
-    assert isinstance(loader.dataset, ExampleDataset)
-    examples = loader.dataset.train.examples
-    assert sum(count for what, count in examples.counts.items() if what.startswith(DROPPED)) == 3
-    assert str(tokenizer.decode(examples.tokens)).startswith("quietly ")

@@ -61,30 +61,9 @@ def test_each_epoch_is_another_permutation_of_the_training_sequences(
     assert (np.diff(epochs[0]) != 1).any()
 
 
-def test_train_indices_do_not_depend_on_how_they_are_asked_for(make_dataset):
-    dataset = make_dataset()
-    stop = 3 * dataset.num_train_sequences + 5
-    whole = dataset.get_train_indices(3, 0, stop)
-    parts = [
-        dataset.get_train_indices(3, start, min(start + 13, stop)) for start in range(0, stop, 13)
-    ]
-    assert np.concatenate(parts).tolist() == whole.tolist()
-    assert dataset.get_train_indices(3, 100, 120).tolist() == whole[100:120].tolist()
-
-
 def test_order_is_pinned(make_dataset):
     """A run resumed with another version must see the same data; these numbers may never change."""
     assert make_dataset().get_train_indices(42, 0, 8).tolist() == [167, 53, 8, 173, 26, 14, 48, 119]
-
-
-def test_validation_sequences_are_never_trained_on(make_dataset):
-    dataset = make_dataset()
-    train = set(dataset.get_train_indices(0, 0, 5 * dataset.num_train_sequences).tolist())
-    validation = dataset.get_validation_indices(0, dataset.num_validation_sequences).tolist()
-    assert not train & set(validation)
-    assert sorted(train) + validation == list(range(dataset.num_sequences))
-    # 20 held out, repeated
-    assert dataset.get_validation_indices(0, 100).tolist() == validation * 5
 
 
 @pytest.mark.parametrize(

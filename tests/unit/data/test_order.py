@@ -8,7 +8,7 @@ import pytest
 from titanlite.data.dataset import ShuffledOrder, permute_places
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 4097, 65_537])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 65, 65_537])
 def test_every_sequence_has_one_place(size):
     for seed, epoch in ((0, 0), (-1, 3), (42, 1)):
         found = permute_places(seed, epoch, size, np.arange(size))
@@ -30,22 +30,6 @@ def test_the_keyed_order_is_pinned():
         38612506,
         136733213,
     ]
-
-
-def test_it_is_as_even_as_chance():
-    """Pairs (place, sequence) in 16 x 16 cells, over epochs: chi-square with 15 * 15 degrees of
-    freedom, 5 sigma.
-    """
-    size, epochs = 1009, 200
-    counts = np.zeros((16, 16))
-    for epoch in range(epochs):
-        found = permute_places(1, epoch, size, np.arange(size))
-        np.add.at(counts, (np.arange(size) * 16 // size, found * 16 // size), 1)
-    expected = np.outer(counts.sum(1), counts.sum(0)) / counts.sum()
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi2 - 225) < 5 * (2 * 225) ** 0.5
-    steps = np.diff(permute_places(1, 0, size, np.arange(size)))
-    assert len(np.unique(steps)) > 500, "neighbours do not stay neighbours"
 
 
 def test_many_sequences_take_no_memory():

@@ -87,12 +87,9 @@ END = END_OF_TEXT
     ("text", "separator", "documents", "spelled"),
     [
         (f"one\n{END}\ntwo\n", "found", ["one\n", "two\n"], 0),
-        (f"one\r\n{END}\r\n\r\ntwo", "found", ["one\r\n", "\r\ntwo"], 0),
         (f"one{END}\ntwo{END}\n", "found", ["one", "two"], 0),
-        (f"{END}one\n\n{END}two", "found", ["one\n\n", "two"], 0),
         (f"one\n{END}\n{END}\n\n{END}", "found", ["one\n"], 0),
         (f'one = "{END}"\n', "found", [f'one = "{END}"\n'], 1),
-        (f"one{END}two", "found", [f"one{END}two"], 1),
         (f"one{END}two", END, ["one", "two"], 0),
         (f"one\n---\ntwo{END}\n", "---", ["one\n", "two"], 0),
         (f"one\n{END}\ntwo{END}\n", "none", [f"one\n{END}\ntwo"], 1),
@@ -166,16 +163,8 @@ def test_key_follows_text_and_tokenizer(data, tokenizer, tmp_path):
     assert len(list(Path(data.cache_folder, "tokens").glob("*.bin"))) == 4
 
 
-def _truncate(file):
-    file.write_bytes(file.read_bytes()[:-2])
-
-
 def _zero_end_with_ones(file):
     file.write_bytes(file.read_bytes()[:-2] + b"\x01\x00")
-
-
-def _remove_header(file):
-    file.with_suffix(".json").unlink()
 
 
 def _change_header(file):
@@ -185,12 +174,9 @@ def _change_header(file):
     )
 
 
-DAMAGES = [
-    *(Path.unlink, _truncate, _zero_end_with_ones, _remove_header, _change_header),
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, _zero_end_with_ones, _change_header], ids=lambda damage: damage.__name__
+)
 def test_damaged_cache_is_rebuilt(data, tokenizer, damage):
     expected = _build(data, tokenizer).tokens.tolist()
     file = _get_file(data)

@@ -6,9 +6,7 @@ torch alone.
 """
 
 import json
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -29,8 +27,6 @@ TEMPLATE = (
     "%}}{image} {{% else %}}{{{{ c['text'] }}}} {{% endif %}}{{% endfor %}}{{% endif %}}<eos> {{% "
     "endfor %}}{{% if add_generation_prompt %}}<assistant> {{% endif %}}"
 )
-Made = tuple[Any, Any]
-"""Configuration of a model, and its processor."""
 
 
 @cache
@@ -164,7 +160,7 @@ def llava_next():
     ), processor
 
 
-FAMILIES: dict[str, Callable[[], Made]] = {
+FAMILIES = {
     "qwen2_5_vl": lambda: qwen("2.5"),
     "qwen3_vl": lambda: qwen("3"),
     "gemma3": gemma3,

@@ -1,8 +1,6 @@
 """What of a chat is trained, compared text by text: [[...]] is trained."""
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tokenizers
@@ -10,7 +8,7 @@ from files import read_table
 from tokenizers import decoders, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from unit.data import templates
-from unit.data.templates import CHATML, GEMMA, LLAMA3, MISTRAL, OPEN_THOUGHT, THINKING
+from unit.data.templates import CHATML, GEMMA, MISTRAL, OPEN_THOUGHT, THINKING
 
 from titanlite.features.sft.chat import ANSWER, TRAINED
 from titanlite.features.sft.encode import ExampleEncoder
@@ -74,7 +72,7 @@ def test_rows_are_documents_with_trained_parts(make_tokenizer, case):
     assert short == case["documents"]
 
 
-SIDES: dict[str, Callable[[str], Any]] = {
+SIDES = {
     "text": lambda text: text,
     "answer": lambda text: [answer(text)],
     "chat": lambda text: [*say("q")["messages"], answer(text)],
@@ -100,32 +98,6 @@ def test_train_on_all(make_tokenizer):
             )
         )
         == 1
-    )
-
-
-def test_tools_and_calls_reach_the_template(make_tokenizer):
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-    row = {
-        "messages": [
-            {"role": "user", "content": "what"},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": '{"sum": "4"}'},
-            {"role": "assistant", "content": "four"},
-        ],
-        "tools": [
-            {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-        ],
-    }
-    (text,) = marked(make_tokenizer(CHATML), row)
-    # The arguments are an object in the text, not quoted JSON.
-    assert (
-        '[[<call>{"name": "add", "arguments": {"a": '
-        '2}}</call><|im_end|>]]\n<|im_start|>tool\n{"sum"' in text
-    )
-    assert text.startswith('<|im_start|>system\n{"type": "function", "function": {"name": "add",')
-    assert (
-        '[[{"name": "add", "parameters": {"a": 2}}<|eot_id|>]]'
-        in marked(make_tokenizer(LLAMA3), row | {"tools": []})[0]
     )
 
 
@@ -186,10 +158,8 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer):
     ("prompt", "side"),
     [
         ("chat", "answer"),
-        ("text", "answer"),
         (None, "chat"),
         ("text", "chat"),
-        ("chat", "chat"),
         ("chat", "text"),
     ],
 )

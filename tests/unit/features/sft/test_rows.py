@@ -1,7 +1,6 @@
 """Every way in which a file of rows can be bad, and what is said about it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +11,8 @@ from files import read_table
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
-from titanlite.config.schema import JobConfig
 from titanlite.features.sft.rows import open_rows
 
-MakeJob = Callable[..., JobConfig]
 GOOD = {"prompt": "a", "completion": "b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -131,21 +130,6 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch):
         assert ids(dataset, start, stop) == whole[start:stop]
         own = Counter(kinds(whole[:stop]))
         assert dataset.get_taken(5, stop) == {"a": own[1], "b": own[2], "c": own[3]}
-
-
-def test_a_batch_keeps_the_order_of_its_indices():
-    dataset = make_mixture([1, 1, 1])
-    indices = dataset.get_train_indices(0, 0, 30)
-    batch = dataset.batch(indices)
-    assert kinds(batch.tokens[:, 0].tolist()) != sorted(kinds(batch.tokens[:, 0].tolist()))
-    for row, index in enumerate(indices.tolist()):
-        name, part, place = dataset.locate(index)
-        alone = part.batch([place])
-        assert dataset.names["abc".index(name)] == name
-        for field in ("tokens", "labels", "positions", "document_ids"):
-            assert torch.equal(getattr(batch, field)[row], getattr(alone, field)[0]), field
-    with pytest.raises(IndexError):
-        dataset.batch([3 * 5000])
 
 
 # --- through the loader

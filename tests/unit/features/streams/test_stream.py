@@ -2,8 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,8 @@ import pytest
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.check import check_values
-from titanlite.config.schema import JobConfig
 from titanlite.data.loader import TrainLoader
 from titanlite.features.streams.stream import StreamDataset
-
-MakeJob = Callable[..., JobConfig]
 
 
 def make_rows(count):
@@ -125,26 +120,6 @@ def test_what_does_not_fit(make_job, caplog):
         match=r"no row of .*rows\.jsonl can be used; left out: rows skipped \(missing field\): \d",
     ):
         take(build(job), 0, 1)
-
-
-def test_streamed_documents_are_split_too(make_job):
-    rows = [{"text": f"{i} {'abc' * 20}"} for i in range(12)]
-    pairs = []
-    for seq_len in (128, 16):
-        job = make_job(
-            rows, seq_len=seq_len, streaming=True, streaming_block_rows=4, too_long="split"
-        )
-        dataset = build(job)
-        sample = 0
-        found = []
-        # the third block is the last of the pass
-        while len(dataset._ends) < 3 or sample < dataset._ends[2][1]:
-            batch = dataset.batch([sample])
-            for document in range(int(batch.document_ids.max()) + 1):
-                found += pairwise(batch.tokens[batch.document_ids == document].tolist())
-            sample += 1
-        pairs.append(sorted(found))
-    assert pairs[0] == pairs[1] and len(pairs[0]) > 12 * 16
 
 
 def test_a_bad_row_that_is_read_ahead_ends_the_run_when_it_is_reached(make_job):

@@ -101,9 +101,6 @@ def test_stream(preview):
     assert code == 2 and "rows.jsonl, row 10: field 'messages' holds no message" in err
 
 
-PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in range(40)]
-
-
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
@@ -113,13 +110,7 @@ PAIRS = [{"prompt": f"{i}", "chosen": " good", "rejected": " bad"} for i in rang
             ["--training.objective=dpo"],
             "needs preference pairs, but the rows are of form 'messages'",
         ),
-        (PAIRS, [], 'Set training.objective = "dpo"'),
         (chats(40), ["--model.init=auto"], "the run would begin with random weights"),
-        (
-            chats(40),
-            ["--model.overrides.vocab_size=64"],
-            "tokens, but the model's vocab_size is 64",
-        ),
         (
             chats(40),
             ["--data.streaming=true", "--validation.enable=false", "--training.objective=dpo"],

@@ -95,31 +95,3 @@ def test_pairs_and_pieces(make_job, streaming):
     places = [d.place for i in range(6) for d in check_against_batch(dataset, i)]
     assert any(place.endswith(", from token 15 on") for place in places)
     assert any(re.search(r", row \d$", place) for place in places) or streaming
-
-
-def test_images(tmp_path):
-    from PIL import Image
-    from tiny_transformers import save_tiny_processor
-
-    from titanlite.features.images import ImageDataset, ImageRow, load_processor
-
-    save_tiny_processor(tmp_path)
-    Image.new("RGB", (10, 12), "red").save(tmp_path / "red.png")
-    content = [{"type": "image", "image": "red.png"}, {"type": "text", "text": "what is this"}]
-    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "red"}]
-    rows = [
-        ImageRow(f"chats.jsonl, line {line}", messages, (tmp_path / "red.png",)) for line in (1, 2)
-    ]
-    dataset = ImageDataset(rows, load_processor(str(tmp_path)), 20)
-    (document,) = get_shown_documents(dataset, 1)  # type: ignore[arg-type]
-    batch = dataset.batch([1])
-    assert document.place == f"chats.jsonl, line 2, with {tmp_path / 'red.png'}"
-    assert document.ids == batch.tokens[0, : document.num_tokens].tolist()
-    trained = [
-        token
-        for token, is_trained in zip(document.ids, document.trained, strict=True)
-        if is_trained
-    ]
-    assert (
-        trained == batch.labels[batch.labels != IGNORE_INDEX].tolist() and document.num_trained == 2
-    )
