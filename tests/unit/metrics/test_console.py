@@ -26,14 +26,6 @@ def test_line_of_an_moe_model():
     )
 
 
-def test_the_worst_load_there_can_be_stands_beside_it():
-    """2.00 may be anything, until one knows that all tokens cannot give more."""
-    collapsed = {"moe/load_max_over_mean": [2.0, 1.0]}
-    assert format_line(50, 300, VALUES, collapsed, most_load=2.0).endswith(
-        "expert load max/mean 2.00 of at most 2.00"
-    )
-
-
 def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
     assert "expert" not in format_line(1, 10, VALUES)
     assert "MFU" not in format_line(1, 10, VALUES)
@@ -90,11 +82,6 @@ def test_lines_above_the_bar_are_not_wrapped(monkeypatch):
         logger.removeHandler(handler)
     text = stream.getvalue().replace("\r", "\n").splitlines()
     assert any(line.endswith(long) for line in text) and text[-1].endswith("after the bar")
-
-
-def test_line_of_preferences_has_accuracy_and_margin():
-    line = format_line(1, 10, VALUES | {"rewards/accuracy": 0.625, "rewards/margin": 0.0125})
-    assert "loss  4.8123  accuracy 0.62  margin 0.013  grad norm" in line
 
 
 def test_text_above_the_bar_is_spelled_out_too():

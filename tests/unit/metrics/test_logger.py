@@ -132,20 +132,6 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job, tmp_path):
         assert points[0].value == pytest.approx(value, rel=1e-6)  # TensorBoard stores float32
 
 
-def test_rows_have_the_numbers_of_their_layers(job, tmp_path):
-    """Where dense layers lie between, all are written. What a model cannot say of its experts is
-    left out.
-    """
-    with build(job, tmp_path, moe_layers=[1, 3]) as metrics:
-        log(metrics, 10, moe=MoEState(COUNTS, None))
-    (line,) = read_lines(tmp_path)
-    assert line["moe/layers"] == [1, 3]
-    of_layers = {"moe/load_max_over_mean", "moe/load_entropy", "moe/idle_experts"}
-    assert {name for name in line if name.startswith("moe/")} == of_layers | {"moe/layers"}
-    tags = {tag for tag in read_events(tmp_path / "tb").Tags()["scalars"] if tag.startswith("moe/")}
-    assert tags == {f"{name}/layer_{number}" for name in of_layers for number in ("01", "03")}
-
-
 def test_values_that_are_not_finite_stay_valid_json(job, tmp_path):
     with build(job, tmp_path) as metrics:
         log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, moe=moe(torch.zeros(1, 4)))
@@ -290,24 +276,6 @@ def test_a_full_disk_is_one_warning_and_the_points_come_later(
     assert out.count("metrics: cannot write") == 1
     assert "metrics.jsonl: File too large. Training goes on" in out
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_metrics_that_cannot_be_written_are_a_warning(job, tmp_path, console):
-    """A device in the place of the file, or a file in that of the folder."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/null")
-    (tmp_path / "file").write_text("")
-    for folder, reason in (
-        (tmp_path, "it is a device, not a regular file"),
-        (tmp_path / "file/run", "Not a directory"),
-    ):
-        with build(job, folder) as metrics:
-            log(metrics, 1)
-            log(metrics, 2)
-        assert (
-            f"metrics: cannot write {folder / 'metrics.jsonl'}: {reason}. Training goes on"
-            in console.getvalue()
-        )
-    assert console.getvalue().count("Only metrics.jsonl goes on") == 1, "of TensorBoard's folder"
 
 
 def test_a_broken_progress_bar_falls_back_to_plain_lines(job, tmp_path, monkeypatch, console):

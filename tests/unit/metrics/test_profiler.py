@@ -69,17 +69,3 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
     with pytest.raises(KeyError):
         train(tmp_path, 1, 1, 3, fail_in=2)
     assert set(traces(tmp_path)) == {1}
-
-
-def test_a_step_trained_again_replaces_its_trace(tmp_path):
-    train(tmp_path, 2, 1, 2)
-    old = traces(tmp_path)[2]
-    old.write_text("old")
-    train(tmp_path, 2, 1, 2)
-    assert num_products(old) == 1
-
-
-def test_off_it_does_nothing(tmp_path):
-    with profiling(JobConfig().profiling, tmp_path) as end_step:
-        end_step(1)
-    assert list(tmp_path.iterdir()) == []

@@ -76,12 +76,6 @@ def test_what_is_no_number_is_no_improvement(loss):
     assert (results.validation.best, results.validation.stale) == (2.0, 1)
 
 
-def test_nan_first_is_not_kept_as_the_best():
-    results = make(patience=9, save_best="validation")
-    assert not results.add_validation(1, math.nan) and results.validation.best is None
-    assert results.add_validation(2, 5.0)
-
-
 def test_state_goes_through_json_and_on():
     results = make(patience=3, save_best="validation")
     for step, loss in enumerate([2.0, 1.5, 1.6], start=1):

@@ -217,15 +217,3 @@ def test_the_first_error_is_one_warning_and_its_end(
     )
     assert wandb.calls[-1][0] == call
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_with_the_package_offline(job, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    with build(job, tmp_path / "run") as metrics:
-        log(metrics, 1, loss=2.625)
-    finish_wandb(0)
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    data = file.read_bytes()  # records of protobuf messages, whose strings are as they are
-    assert b"loss/train" in data and b"2.625" in data and b"global_batch_size" in data
-    assert str(tmp_path).encode() not in data
