@@ -121,7 +121,7 @@ def test_a_rank_ends_with_its_own_code_while_the_thread_of_a_group_drops_a_tenso
     assert (done.returncode, done.stdout, done.stderr) == (7, "handled\n", "")
 
 
-@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", ""])
+@pytest.mark.parametrize("variable", ["NSYS_PROFILING_SESSION_ID", ""])
 def test_a_recorded_process_is_torn_down(variable):
     script = """
 import os

@@ -86,39 +86,24 @@ def paths_of(job):
 # ---- local folders ----
 
 
-def test_folder_passes_through(tmp_path, asked):
+def test_folder_passes_through(tmp_path, asked, monkeypatch):
     folder = write_model(tmp_path / "owner" / "model")
     assert local_folder(KEY, str(folder), weights=True) == str(folder)
     # it is there, so it is meant
     assert local_folder(KEY, "owner/model", weights=True) == "owner/model"
-    assert asked == []
-
-
-def test_home_is_expanded(tmp_path, asked, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    write_model(tmp_path / "models" / "a")
-    assert local_folder(KEY, "~/models/a", weights=True) == f"{tmp_path}/models/a"
-    assert local_folder(KEY, "~/nowhere", weights=True) == f"{tmp_path}/nowhere"
+    assert local_folder(KEY, "~/owner/model", weights=True) == str(folder)
     assert asked == []
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "./a/b",
         "../a/b",
-        "/a",
-        "/a/b",
         "a/b/c",
         "a",
-        "a/",
         "/a/b@main",
-        "a/b/",
         "a/b@",
-        "-a/b",
-        "a b/c",
-        ".a/b",
-        "a/.b",
     ],
 )
 def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
@@ -134,9 +119,6 @@ def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
     ("name", "repository", "revision"),
     [
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", None),
-        ("a/b", "a/b", None),
-        ("meta-llama/Llama-3.1_8B", "meta-llama/Llama-3.1_8B", None),
-        ("a/b@v1.0", "a/b", "v1.0"),
         ("a/b@refs/pr/7", "a/b", "refs/pr/7"),
         (f"a/b@{COMMIT}", "a/b", COMMIT),
     ],
@@ -211,17 +193,10 @@ def test_neither_cached_nor_online(cache):
         ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a gated"
         in text
     )
-    assert ".." not in text
     assert "\n" not in text
 
 
 # ---- what a job takes from where ----
-
-
-def test_pretrained_model_alone_supplies_sizes_and_tokenizer(tmp_path):
-    folder = str(write_model(tmp_path / "model"))
-    # a tokenizer is looked for in the assets
-    assert paths_of(resolve_assets(job_of(folder))) == (folder, folder, "")
 
 
 def test_pretrained_model_with_a_flavor_supplies_the_tokenizer(tmp_path):
@@ -240,14 +215,6 @@ def test_assets_of_their_own_come_first(tmp_path):
         str(write_model(tmp_path / "assets", weights=False)),
     )
     assert paths_of(resolve_assets(job_of(model, assets))) == (model, assets, "")
-
-
-def test_job_that_was_given_is_left_alone_and_resolving_again_changes_nothing(cache):
-    add_to_cache(cache, "owner/model")
-    job = job_of("owner/model")
-    resolved = resolve_assets(job)
-    assert paths_of(job) == ("owner/model", "", "")
-    assert resolve_assets(resolved) == resolved
 
 
 # ---- before the launch ----

@@ -74,13 +74,8 @@ def test_one_key_names_configuration_tokenizer_and_weights():
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *(("chats.jsonl", "examples"), ("rows.jsonl.gz", "examples"), ("rows.parquet", "examples")),
-        *(
-            ("rows.csv", "examples"),
-            ("book.txt", "text"),
-            ("notes.md", "text"),
-            ("rows", "examples"),
-        ),
+        *(("rows.jsonl.gz", "examples"), ("rows.parquet", "examples"), ("rows.csv", "examples")),
+        *(("book.txt", "text"), ("notes.md", "text"), ("rows", "examples")),
         *(
             ("books", "text"),
             ("both", "mixed"),
@@ -123,9 +118,8 @@ def test_defaults_of_fine_tuning(more, lr):
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (1.0, 0.0, 0.5)
 
 
-@pytest.mark.parametrize("text", [NEW, f'{MODEL}init = "random"\n'])
-def test_defaults_of_pretraining(text):
-    optimizer = load(text).optimizer
+def test_defaults_of_pretraining():
+    optimizer = load(f'{MODEL}init = "random"\n').optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (3e-4, 0.1, 0.95)
 
 

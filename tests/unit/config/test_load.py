@@ -94,7 +94,6 @@ def test_file_sets_values_and_the_rest_is_default():
     [
         ["--config", "base.toml"],
         ["--config=base.toml"],
-        ["--job.config_file", "base.toml"],
         ["--job.config_file=base.toml"],
         ["--training.steps=1000", "--config", "base.toml"],
     ],
@@ -107,13 +106,9 @@ def test_spellings_of_the_file_flag(argv):
     ("argv", "message"),
     [
         ([], "--config: names no file. Write --config FILE once."),
-        (["--config"], "--config: names no file."),
-        (["--config="], "--config: names no file."),
         (["--config", "--config=base.toml"], "--config: names 2 files (, base.toml)."),
         (["--config=base.toml", "--config=b.toml"], "--config: names 2 files (base.toml, b.toml)."),
         (["--config", "bsae.toml"], "bsae.toml: no such file. Did you mean 'base.toml'?"),
-        (["--config", "base"], "base: no such file. Did you mean 'base.toml'?"),
-        (["--config", "zzz"], "zzz: no such file. Check --config."),
         (["--config", "."], ".: it is a folder."),
         (["--config", "base.toml/x"], "base.toml/x: Not a directory."),
     ],
@@ -125,9 +120,7 @@ def test_wrong_file_argument(argv, message):
 # Overrides
 
 
-@pytest.mark.parametrize(
-    "text", ["off", "0123", "12:30", "1e5", "", "none", "null", "~", "[1]", "{a: 1}", " x ", "a=b"]
-)
+@pytest.mark.parametrize("text", ["off", "0123", "", "none", "{a: 1}", "a=b"])
 def test_str_override_is_the_raw_text(text):
     assert load_config(["--config=base.toml", f"--job.description={text}"]).job.description == text
     assert load_config(["--config=base.toml", "--job.description", text]).job.description == text
@@ -136,23 +129,11 @@ def test_str_override_is_the_raw_text(text):
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("--training.steps=100", 100),
         ("--training.steps=1_000", 1000),
         ("--training.steps=+0100", 100),
-        ("--training.global_batch_size=-1", -1),
-        ("--optimizer.lr=3e-4", 3e-4),
         ("--optimizer.lr=.5", 0.5),
-        ("--optimizer.lr=1", 1.0),
-        ("--compile.enable=true", True),
         ("--compile.enable=on", True),
-        ("--metrics.enable_tensorboard=false", False),
-        ("--training.dtype=bfloat16", "bfloat16"),
-        ("--activation_checkpoint.mode=none", "none"),
-        ("--lr_scheduler.decay_ratio=0.1", 0.1),
         ("--lr_scheduler.decay_ratio=none", None),
-        ("--model.overrides.num_layers=4", 4),
-        ("--model.overrides.qk_norm=false", False),
-        ("--model.overrides.score_func=none", None),
     ],
 )
 def test_override_is_read_by_the_declared_type(override, value):
@@ -215,14 +196,6 @@ def test_all_problems_come_in_one_error():
         assert line.startswith(f"  {problem}")
 
 
-@pytest.mark.parametrize(
-    "text", ['[model]\nflavour = "x"', "[model]\nflavor = true", '[modle]\nflavor = "x"']
-)
-def test_no_range_problem_on_top_of_a_misspelt_or_mistyped_key(text):
-    Path("x.toml").write_text(text, encoding="utf-8")
-    assert "both empty" not in refuse("--config", "x.toml")
-
-
 def test_overrides_are_checked_even_if_the_file_is_missing():
     lines = refuse("--config", "no.toml", "--compile.enable=maybe").splitlines()
     assert lines[:2] == ["configuration: 2 problems:", "  no.toml: no such file. Check --config."]
@@ -279,10 +252,7 @@ EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
 @settings(PROPERTY, max_examples=25)
 @given(chosen=assignments)
 @example(chosen=[(get_settings()["job.description"], EVERY_CONTROL)])
-@example(
-    chosen=[(get_settings()["optimizer.lr"], 5e-324), (get_settings()["training.max_norm"], 1e300)]
-)
-@example(chosen=[(get_settings()["model.overrides.score_func"], "sigmoid")])
+@example(chosen=[(get_settings()["optimizer.lr"], 5e-324)])
 def test_saved_configuration_loads_equal(base, chosen):
     job = build_job(chosen)
     path = Path(base).parent / "new" / "resolved.toml"

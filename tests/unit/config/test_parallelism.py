@@ -92,11 +92,6 @@ def test_layers_of_stages_as_they_are_given():
     ]
 
 
-def test_a_stage_is_ahead_of_those_behind_it():
-    assert [Degrees(pp=4).turns_ahead(stage) for stage in range(4)] == [3, 2, 1, 0]
-    assert Degrees(pp=4).waiting(8) == 3 / 11
-
-
 def test_pieces_of_sequences_may_be_more_than_key_value_heads():
     assert problems(degrees=Degrees(cp=8)) == problems(degrees=Degrees(cp=4, tp=2)) == []
 

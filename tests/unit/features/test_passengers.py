@@ -70,9 +70,7 @@ def carried_in(folder, config=GLM):
     ("key", "is_one"),
     [
         ("mtp.fc.weight", True),
-        ("model.mtp.embed_tokens.weight", True),
         ("model.visual.blocks.0.attn.qkv.weight", True),
-        ("vision_tower.encoder.layers.3.mlp.fc1.weight", True),
         ("multi_modal_projector.linear.weight", True),
         ("model.layers.2.eh_proj.weight", True),
         ("model.layers.2.mlp.experts.0.up_proj.weight", True),  # in a layer with eh_proj
@@ -80,7 +78,6 @@ def carried_in(folder, config=GLM):
         ("model.layers.3.mlp.up_proj.weight", False),  # a layer too many, which predicts nothing
         ("model.layers.1.eh_proj.weight", False),  # in a layer that is computed
         ("model.vision_part.head.weight", False),  # another tensor of the part is computed
-        ("model.mtpx", False),
         ("extra.weight", False),
         ("passed.over.by.transformers", True),
         ("model.layers.2.rotary_emb.inv_freq", False),  # from the configuration

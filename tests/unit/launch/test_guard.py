@@ -8,15 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.launch import protocol
-from titanlite.launch.guard import Agent, Failure, Guard
+from titanlite.launch.guard import Failure, Guard
 from titanlite.launch.protocol import (
     Restart,
     beat,
@@ -103,41 +100,6 @@ def test_first_rank_that_fails_is_the_cause_and_the_others_are_ended(start, tmp_
     failure = watch(Guard(str(tmp_path / "notices")), pids)
     assert failure == Failure("rank 1 ended with exit code 5", 5)
     assert is_gone(pids[0]) and (tmp_path / "notices/ending").exists()
-
-
-def test_a_rank_that_fails_after_the_look_and_before_torchs_is_started_again(tmp_path, monkeypatch):
-    """torch's look ends all ranks and waits for them: `watch` would never see the one that
-    failed.
-    """
-    options = {
-        "failures": {
-            1: SimpleNamespace(exitcode=-15, timestamp=20),
-            2: SimpleNamespace(exitcode=-9, timestamp=10),
-        }
-    }
-    found = RunResult(WorkerState.FAILED, **options)
-    monkeypatch.setattr(
-        LocalElasticAgent, "__init__", lambda self: setattr(self, "_remaining_restarts", 3)
-    )
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: found)
-    agent = Agent(Guard(str(tmp_path)), str(tmp_path))
-    agent._pcontext = None
-    assert agent._monitor_workers(SimpleNamespace(spec=SimpleNamespace(max_restarts=3))) is found
-    assert agent._guard.failure == Failure(
-        "rank 2 was ended by SIGKILL (often: out of memory)", 128 + 9
-    )
-    assert agent._remaining_restarts == 3 and read_restart_in(tmp_path, monkeypatch).why.startswith(
-        "rank 2 was ended"
-    )
-    agent._guard.note_failure(0, 1)
-    assert agent._guard.failure.code == 128 + 9, "the first is the cause"
-
-
-def read_restart_in(folder, monkeypatch):
-    monkeypatch.setenv(NOTICE_FOLDER, str(folder))
-    restart = read_restart()
-    assert restart is not None
-    return restart
 
 
 def test_ranks_that_end_well_are_no_failure(start, tmp_path):

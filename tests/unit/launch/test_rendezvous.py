@@ -29,16 +29,6 @@ def test_a_loopback_rendezvous_stays_on_this_machine():
     assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
 
 
-def test_the_route_to_another_machine_says_which_address(monkeypatch):
-    monkeypatch.setattr(rendezvous, "resolve", lambda host: ["10.1.2.3"])
-    monkeypatch.setattr(rendezvous, "_source_towards", {"10.1.2.3": "10.1.0.9"}.get)
-    monkeypatch.setattr(
-        rendezvous, "_addresses", lambda: [("lo", "127.0.0.1"), ("eth1", "10.1.0.9")]
-    )
-    assert find_local_address("node7") == "10.1.0.9"
-    assert find_interface("node7") == "eth1"
-
-
 def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
     """The machine of the rendezvous: it takes the address of its default route, or else of its
     first interface.

@@ -42,10 +42,10 @@ def save_mixed(name, folder):
     return stored
 
 
-MIXED = ["deepseek_v3", "mixtral", "gemma3_text", "qwen3"]
+MIXED = ["deepseek_v3", "gemma3_text"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", MIXED)
 def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(tmp_path, name, dtype):
     stored = save_mixed(name, tmp_path / "in")

@@ -6,7 +6,6 @@ import io
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -39,7 +38,7 @@ SIZES |= {
 }
 SIZES |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 ALPACA = [{"instruction": f"add {i}", "input": "", "output": "yes"} for i in range(30)]
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS = {
     "alpaca": ALPACA,
     "chats": [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -130,7 +130,7 @@ def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, ex
     assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
 
 
-def test_the_base_of_adapters(tmp_path, caplog):
+def test_the_base_of_adapters(tmp_path):
     run = tmp_path / "run"
     adapter = run / "checkpoint/step-3"
     save_model(tmp_path / "base")
