@@ -21,7 +21,7 @@ DOCUMENTS = [
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     if read_blocks(path)
 ]
-# It compares whole runs for minutes; the tool that it shows has tests of its own.
+# It compares whole runs, for minutes.
 WEEKLY = ("debugging.md",)
 RANKS = "2"  # the documents speak of 4
 
