@@ -5,14 +5,12 @@ of their own.
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from safetensors.torch import save_file
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
-from titanlite.checkpoint.commit import check_folder, list_steps
+from titanlite.checkpoint.commit import list_steps
 from titanlite.config import JobConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.model import ModelSection
@@ -39,7 +37,6 @@ from titanlite.metrics.run_folder import (
     waiting_for_machines,
 )
 
-ROOT = Path(__file__).parents[2]
 # A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
 # pass.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
@@ -276,78 +273,6 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     alone.process.terminate()
     assert alone.process.wait(30) == 128 + signal.SIGTERM
     assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
-
-
-FAKE_SRUN = """#!/usr/bin/env bash
-# Runs the command once per node, in the node's namespace if there is one, and passes SIGTERM on, as srun does.
-while [[ "$1" == --* ]]; do echo "$1" >>"$FAKE_FOLDER/srun.log"; shift; done
-pids=()
-for node in 0 1; do
-    prefix=()
-    if [ -n "${FAKE_NAMESPACES:-}" ]; then prefix=($(sed -n "$((node + 1))p" <<<"$FAKE_NAMESPACES")); fi
-    SLURM_NODEID=$node "${prefix[@]}" "$@" 2>"$FAKE_FOLDER/node$node.err" &
-    pids+=($!)
-done
-trap 'kill -TERM "${pids[@]}"' TERM
-code=0
-for pid in "${pids[@]}"; do
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; last=$?; done
-    [ "${last:-0}" -le 128 ] && [ "${last:-0}" -gt "$code" ] && code=$last
-done
-exit $code
-"""  # noqa: E501
-FAKE_SCONTROL = """#!/usr/bin/env bash
-if [ "$1 $2" = "show hostnames" ]; then
-    echo "$3" | tr ',' '\\n'
-else
-    echo "scontrol $*" >>"$FAKE_FOLDER/scontrol.log"
-fi
-"""
-
-
-@pytest.mark.slow
-def test_slurm_script(cluster, places, tmp_path, environment):
-    """The batch script with stand-ins for `srun` and `scontrol` trains on 2 x 2 ranks, in two
-    namespaces with addresses of their own where the test may make them. The signal before the time
-    limit saves, and the job is put back.
-    """
-    nodes, lines = "localhost,localhost", ""
-    if places is not None:
-        nodes, lines = (
-            ",".join(places.addresses),
-            "\n".join(shlex.join(prefix) for prefix in places.prefixes),
-        )
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL)):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    run = cluster(100000)
-    slurm = {
-        "SLURM_JOB_ID": str(find_free_port()),
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_JOB_NUM_NODES": "2",
-    }
-    slurm |= {"SLURM_SUBMIT_DIR": str(ROOT), "NODE_RANK": "7", "RDZV_PORT": str(find_free_port())}
-    variables = {"FAKE_FOLDER": str(tmp_path), "FAKE_NAMESPACES": lines, "RDZV_CONF": QUICK}
-    variables["PATH"] = f"{tools}:{environment['PATH']}"
-    job = Launched(
-        [ROOT / "scripts/clusters/slurm.sh", *run.arguments],
-        cwd=tmp_path,
-        env={**environment, **slurm, **variables},
-    )
-    run.machines.append(job)  # the fixture ends it
-    run.wait_for_step(2)
-    job.process.send_signal(signal.SIGUSR1)
-    errors = [tmp_path / f"node{node}.err" for node in range(2)]
-    assert job.end() == 0, [path.read_text() for path in errors]
-    (saved,) = list_steps(run.checkpoints)
-    assert f"stopped after step {saved} of 100000, saved" in job.out
-    assert check_folder(run.checkpoints / f"step-{saved}", checksums=True) == []
-    assert (tmp_path / "scontrol.log").read_text() == f"scontrol requeue {slurm['SLURM_JOB_ID']}\n"
-    assert "--nodes=2" in (tmp_path / "srun.log").read_text().split()
-    for text in (path.read_text() for path in errors):
-        assert "SIGTERM: finishing this step and saving" in text and "Traceback" not in text
 
 
 # --- what must be alike on all machines

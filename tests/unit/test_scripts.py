@@ -170,6 +170,7 @@ def test_kubernetes_manifest(tools):
 # Gets the signal before the time limit as soon as it runs, and does on SIGTERM what the test says.
 FAKE_SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >"$FOLDER/srun.log"
+env >"$FOLDER/environment"
 save() { mkdir -p "$SAVED"; touch "$SAVED/manifest.json"; }
 trap 'eval "$ON_SIGTERM"; exit 0' TERM
 kill -USR1 "$PPID"
@@ -183,7 +184,7 @@ FAKE_SCONTROL = (
 
 @pytest.mark.parametrize(("on_sigterm", "code"), [("save", 0), (":", 2), ("save; exit 1", 1)])
 def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path, on_sigterm, code):
-    """tests/functional/test_many_nodes.py trains with it."""
+    """tests/functional/test_many_nodes.py trains with the variables that it sets."""
     tools = tmp_path / "bin"
     tools.mkdir()
     write_tool(tools / "srun", FAKE_SRUN)
@@ -198,6 +199,7 @@ def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path, on_sigterm, cod
         "SLURM_JOB_NODELIST": "n[0-1]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_CPUS_PER_TASK": "64",
+        "NODE_RANK": "7",  # of an interactive session
     }
     job |= {
         "SLURM_SUBMIT_DIR": str(ROOT),
@@ -221,6 +223,9 @@ def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path, on_sigterm, cod
     assert (f"the run ended with exit code {code}\n" in result.stderr) == ("exit" in on_sigterm)
     given = (tmp_path / "srun.log").read_text().splitlines()
     (tmp_path / "srun.log").unlink()
+    variables = (tmp_path / "environment").read_text().splitlines()
+    assert {"NNODES=2", "RDZV_ENDPOINT=node0:20007", "RDZV_ID=slurm-7-0"} <= set(variables)
+    assert "NODE_RANK=7" not in variables
     wrong = run(ROOT / SLURM, *arguments, "--training.step=5", tools=tools, **job)
     assert (
         wrong.returncode == 2
