@@ -85,9 +85,10 @@ def test_logits_and_gradients_are_those_of_the_eager_experts(name, monkeypatch):
         )
 
 
-def test_ids_beyond_the_last_expert_add_nothing():
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_ids_beyond_the_last_expert_add_nothing(name):
     """Expert parallelism in transformers marks rows of other ranks so."""
-    experts = build("Qwen3Moe").model.layers[0].mlp.experts
+    experts = build(name).model.layers[0].mlp.experts
     x, weights = torch.randn(5, 32), torch.rand(5, 2)
     ids = torch.tensor([[0, 6], [6, 6], [5, 1], [6, 2], [3, 4]])
     mine = experts_forward(experts, x, ids, weights)
