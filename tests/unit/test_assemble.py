@@ -63,7 +63,6 @@ def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypat
         ("auto", "auto", "cuda", 128, "varlen"),
         ("auto", "auto", "cpu", 128, "sdpa"),
         ("auto", "float32", "cuda", 128, "sdpa"),
-        ("auto", "auto", "cuda", 12, "sdpa"),
         ("auto", "auto", "cuda", 264, "sdpa"),
         ("sdpa", "auto", "cuda", 128, "sdpa"),
     ],
