@@ -12,7 +12,7 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.distributed.fsdp import ExpertCopies
+from titanlite.distributed.fsdp import WeightCopies
 from titanlite.features.generate.generate import choose_tokens
 from titanlite.ops import elementwise, group_by_expert, linear_cross_entropy, permute_tokens
 from titanlite.ops import launchers as kernels
@@ -150,9 +150,10 @@ def test_rows_are_summed_without_atomics(top_k):
     assert relative_error(gather_sum(y, rows), y.double()[rows].sum(1)) < 3e-3
 
 
-def test_copies_of_experts_follow_a_fused_step():
+def test_copies_of_weights_follow_a_fused_step():
     """Its kernel changes parameters without a new version."""
-    weight, read = torch.nn.Parameter(randn(4, 32, 16).float()), ExpertCopies(torch.bfloat16)
+    weight = torch.nn.Parameter(randn(4, 32, 16).float())
+    read = WeightCopies(torch.bfloat16).read
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     for _ in range(2):
         for count in (1.0, 2.0):

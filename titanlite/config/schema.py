@@ -256,7 +256,10 @@ class ParallelismSection:
         also=0,
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
-        "default", "Free gathered parameters after forward; 'default': in all but the last layer."
+        "default",
+        "Free gathered parameters after forward; 'default': in all but the last layer. Over one "
+        "rank 'always' gathers them layer by layer; otherwise copies in the matmuls' dtype stay, "
+        "which cost 2 bytes per parameter and save half of the host's work.",
     )
     fsdp_once_per_step: bool = setting(
         False,

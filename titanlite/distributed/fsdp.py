@@ -1,13 +1,13 @@
 """FSDP2 (`fully_shard`): parameters, gradients and optimizer states sharded over the data-parallel
 ranks.
 
-Experts are separate FSDP units if they are on the sparse mesh, and no units if only expert
-parallelism splits them: over one rank FSDP would only cast and copy. Of a model that is whole on
-one rank, FSDP has what it casts. Gradients are summed, never averaged: the loss is divided by the
-global number of valid tokens, so that dense and expert gradients scale alike.
+Experts are separate FSDP units if they are on the sparse mesh. Over one rank FSDP would only cast
+and copy: what no other rank shares is outside of it, and is read as `WeightCopies`. Gradients are
+summed, never averaged: the loss is divided by the global number of valid tokens, so that dense and
+expert gradients scale alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -26,13 +26,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
+from titanlite.config import JobConfig
+from titanlite.config.schema import BLOCK_SIZES, LoRASection, TrainingSection
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.execute import sharded_like
 from titanlite.materialize.layout import is_elsewhere, local_of
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import Experts
-from titanlite.ops import local_tensor
 
 
 def mixed_precision_dtypes(
@@ -59,24 +59,34 @@ def base_dtype(training: TrainingSection, lora: LoRASection, device_type: str) -
     return getattr(torch, lora.base_dtype)
 
 
-def apply_fsdp(
-    model: Model,
-    training: TrainingSection,
-    section: ParallelismSection,
-    dims: ParallelDims,
-    device_type: str,
-) -> None:
+def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final
     norm with output head. Tied embedding and head are in the root unit. In a model of transformers
     the blocks of a vision tower are layers too, and everything outside of layers is in the root
-    unit.
+    unit. Where no other rank shares a parameter of the model, there is no unit.
     """
+    training, section = job.training, job.parallelism
+    param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
+    layers = model.decoder_layers()
+    units = {
+        layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else []
+        for layer in layers
+    }
+    whole = _find_whole(model, units, job, dims, param_dtype)
+    _read_as_copies(whole - model.float32_parameters(), param_dtype)
+    if whole == {*model.parameters()}:
+        return
+    units = {
+        layer: [module for module in modules if whole.isdisjoint(module.parameters())]
+        for layer, modules in units.items()
+    }
+    # FSDP2 cannot reduce the gradient of a parameter without elements.
+    ignored = whole | {p for p in model.parameters() if is_elsewhere(p) or not p.numel()}
     attributes = {
         name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)
     }
-    param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
     # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the
     # exceptions (the router's weights of the rows, which enter the experts) are float32 on purpose.
     policy = MixedPrecisionPolicy(
@@ -87,20 +97,7 @@ def apply_fsdp(
         "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
     }
     reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
-    layers = model.decoder_layers()
     placement = _expert_placement(model, dims)
-    units = {
-        layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else []
-        for layer in layers
-    }
-    # FSDP2 cannot reduce the gradient of a parameter without elements.
-    ignored = {param for param in model.parameters() if is_elsewhere(param) or not param.numel()}
-    if not training.enable_cpu_offload and _experts_need_no_fsdp(units.values(), dims, param_dtype):
-        for module in (module for experts in units.values() for module in experts):
-            ignored |= set(module.parameters())
-            if isinstance(module, Experts):
-                module.read = ExpertCopies(param_dtype)
-        units = {layer: [] for layer in layers}
     if dims.degrees.stage_size == 1 and not training.enable_cpu_offload:
         ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
@@ -170,7 +167,9 @@ def prepare_backward(
     `grad`. With `once_per_step` it is every reduction of gradients, and gathered parameters are
     kept until then.
     """
-    root: Any = model  # an FSDPModule, which its static type does not show
+    if not isinstance(model, FSDPModule):
+        return
+    root: Any = model
     if once_per_step:
         root.set_is_last_backward(is_last)
         root.set_reshard_after_backward(is_last)
@@ -230,21 +229,44 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
     return place
 
 
-def _experts_need_no_fsdp(
-    units: Iterable[list[nn.Module]], dims: ParallelDims, dtype: torch.dtype
-) -> bool:
-    """Return True if each expert's weights lie whole on one rank, and are stored as `dtype` or can
-    be `ExpertCopies`.
-
-    FSDP would cast them in every forward and recompute, and copy each micro-batch's gradients three
-    times.
+def _find_whole(
+    model: Model,
+    units: Mapping[nn.Module, Sequence[nn.Module]],
+    job: JobConfig,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+) -> set[nn.Parameter]:
+    """Return the parameters that no other rank shares and that are read in `dtype` without FSDP:
+    all of them, those of the experts in `units`, or none.
     """
     d = dims.degrees
-    modules = [module for experts in units for module in experts]
-    casts = any(
-        p.dtype != dtype for m in modules if not isinstance(m, Experts) for p in m.parameters()
+    if job.training.enable_cpu_offload:
+        return set()
+    modules = [module for experts in units.values() for module in experts]
+    of_experts = {param for module in modules for param in module.parameters()}
+    if of_experts:
+        is_read = all(isinstance(module, Experts) for module in modules)
+        is_cast = any(param.dtype != dtype for param in of_experts)
+        if d.efsdp * d.dp_replicate > 1 or (is_cast and not is_read):
+            return set()
+    params = {*model.parameters()}
+    is_cast = any(param.dtype != dtype for param in params)
+    # A compiled layer would be cut at each copy.
+    has_copies = (
+        model.reads_local_tensors
+        and not job.compile.enable
+        and job.parallelism.fsdp_reshard_after_forward != "always"
     )
-    return bool(modules) and d.efsdp * d.dp_replicate == 1 and not casts
+    if d.fsdp * d.dp_replicate == 1 and (has_copies or not is_cast):
+        return params
+    return of_experts
+
+
+def _read_as_copies(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    copies = WeightCopies(dtype)
+    for param in params:
+        if param.dtype != dtype:
+            vars(param)["copies"] = copies
 
 
 _num_optimizer_steps = 0
@@ -258,9 +280,11 @@ def _count_optimizer_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_optimizer_step)
 
 
-class ExpertCopies:
-    """Copies of expert parameters in the matmul dtype, refreshed after an optimizer step. Gradients
-    are added to the parameters' `grad`, in the parameters' dtype and in place.
+class WeightCopies:
+    """Copies of parameters in the matmul dtype, refreshed after an optimizer step. Gradients are
+    added to the parameters' `grad`, in the parameters' dtype and in place.
+
+    `local_tensor` reads a parameter through its attribute `copies`.
 
     Attributes:
         by_param: local copies, each with the state it was made at: the version of the parameter,
@@ -272,10 +296,8 @@ class ExpertCopies:
         self.dtype = dtype
         self.by_param: dict[nn.Parameter, tuple[torch.Tensor, tuple[int, int]]] = {}
 
-    def __call__(self, param: nn.Parameter) -> torch.Tensor:
+    def read(self, param: nn.Parameter) -> torch.Tensor:
         """Return the local tensor of `param` in `dtype`."""
-        if param.dtype == self.dtype:
-            return local_tensor(param)
         local = local_of(param)
         copy, before = self.by_param.get(param, (None, None))
         now = local._version, _num_optimizer_steps

@@ -66,7 +66,7 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)
-    apply_fsdp(model, job.training, job.parallelism, dims, device_type)
+    apply_fsdp(model, job, dims, device_type)
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
@@ -129,7 +129,8 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     Module names and parameters stay as they are. A layer may be compiled: it is called again in
     backward.
     """
-    if section.mode == "none" or _is_by_operation(section):
+    # "auto", which nobody resolved, recomputes nothing
+    if section.mode in ("none", "auto") or _is_by_operation(section):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
     keeps_rng, here = model.draws_random(), set(model.decoder_layers())

@@ -124,11 +124,13 @@ class Model(nn.Module):
             family: an object with `sources(folder, stored)`, `files(plan, dtype, exact)` and
                 `check(plan)`. None: the native format.
         splits_inside_experts: FSDP may split an expert's weights along other dims than the first.
+        reads_local_tensors: every parameter is read by `ops.local_tensor` alone.
     """
 
     config: Any
     checkpoint_format: Any = None
     splits_inside_experts = True
+    reads_local_tensors = True
 
     def configure(
         self,

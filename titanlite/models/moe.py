@@ -229,8 +229,6 @@ class Experts(Recomputable):
             treat each by itself (Muon).
         multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
             transposed. None: none.
-        read: a parameter to this rank's part of it; FSDP may set `ExpertCopies`, whose results have
-            gradients added to the parameter's own.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -250,7 +248,6 @@ class Experts(Recomputable):
         self.std = config.initializer_range
         self.grouped_gemm_backend: GroupedGemmBackend = "auto"
         self.multiply: Callable[..., Tensor] | None = None
-        self.read: Callable[[nn.Parameter], Tensor] = local_tensor
 
     @property
     def num_experts(self) -> int:
@@ -275,12 +272,16 @@ class Experts(Recomputable):
         `moe_experts`.
         """
         if self.is_fused:
-            weights, backend = (
-                (self.read(self.gate_up_proj), self.read(self.down_proj)),
-                self.grouped_gemm_backend,
-            )
             return moe_experts(
-                x_TD, *weights, weight_R, token_R, rows_Tk, offsets_E, backend, travel
+                x_TD,
+                local_tensor(self.gate_up_proj),
+                local_tensor(self.down_proj),
+                weight_R,
+                token_R,
+                rows_Tk,
+                offsets_E,
+                self.grouped_gemm_backend,
+                travel,
             )
         return self.run(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
 
@@ -291,7 +292,8 @@ class Experts(Recomputable):
             "gate_up_proj", permute_tokens(x_TD, token_R, rows_Tk), offsets_E
         )
         if self.is_biased:
-            bias_E2I, bias_ED = self.read(self.gate_up_proj_bias), self.read(self.down_proj_bias)
+            bias_E2I = local_tensor(self.gate_up_proj_bias)
+            bias_ED = local_tensor(self.down_proj_bias)
             gate_up_R2I = add_expert_bias(gate_up_R2I, bias_E2I, offsets_E)
             y_RD = self.project("down_proj", clamped_swiglu(gate_up_R2I, weight_R), offsets_E)
             y_RD = add_expert_bias(y_RD, bias_ED, offsets_E, weight_R)
@@ -310,7 +312,7 @@ class Experts(Recomputable):
 
     def project(self, name: str, x: Tensor, offsets_E: Tensor) -> Tensor:
         """Return the grouped rows `x` times the weight `name`, transposed."""
-        weight = self.read(getattr(self, name))
+        weight = local_tensor(getattr(self, name))
         if self.multiply is None:
             return grouped_gemm(x, weight.to(x.dtype).mT, offsets_E, self.grouped_gemm_backend)
         return self.multiply(x, weight, offsets_E, self.grouped_gemm_backend)

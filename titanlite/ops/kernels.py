@@ -4,7 +4,7 @@ While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen
 and functions that read values of tensors have stand-ins.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -32,7 +32,25 @@ def define_operator(schema: str, module: str, fake: Callable[..., Any]) -> Calla
     def compute(*operands: Any) -> Any:
         return getattr(import_module(module), name)(*operands)
 
-    _library.define(schema)
+    return _register(schema, compute, fake)
+
+
+def operator(
+    fake: Callable[..., Any], mutates_args: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make the decorated function, which is annotated, an operator as `define_operator` does."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        return _register(function.__name__ + schema, function, fake)
+
+    return register
+
+
+def _register(
+    schema: str, compute: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    name = _library.define(schema)
     _library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"titanlite::{name}", fake, lib=_library)
     return getattr(torch.ops.titanlite, name)
@@ -82,12 +100,15 @@ def kernel_device(device: torch.device) -> str:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor;
-    differentiable.
+    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; of a
+    parameter with `copies` (`distributed.fsdp.WeightCopies`) its copy. Differentiable.
 
     All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us
     per operation, and between FSDP2's all-gather and the kernel a DTensor's spec may claim another
     dtype than its data (up to torch 2.12). The gradient of a parameter that is replicated over tp
     is this rank's part of a sum; `reduce_replicated_grads` adds the parts once per step.
     """
+    copies = getattr(param, "copies", None)
+    if copies is not None:
+        return copies.read(param)
     return param.to_local() if isinstance(param, DTensor) else param

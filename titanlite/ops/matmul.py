@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
-from titanlite.ops.kernels import define_operator, has_triton, kernel_device
+from titanlite.ops.kernels import define_operator, has_triton, kernel_device, operator
 
 # torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys
 # no other.
@@ -250,7 +250,20 @@ grouped_mm_wgrad_into = define_operator(
 )
 
 
-@torch.library.custom_op("titanlite::grouped_mm_wgrad", mutates_args=())
+def _like_weight(
+    x: Any,
+    dy: Any,
+    offsets: Any,
+    k_major: bool,
+    backend: str,
+    x_rows: Any = None,
+    dy_rows: Any = None,
+) -> Any:
+    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
+    return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
+
+
+@operator(fake=_like_weight)
 def grouped_mm_wgrad(
     x: torch.Tensor,
     dy: torch.Tensor,
@@ -339,20 +352,6 @@ def _(x: Any, dy: Any, *rest: Any, **options: Any) -> int:
 @grouped_mm.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
-
-
-@grouped_mm_wgrad.register_fake
-def _(
-    x: Any,
-    dy: Any,
-    offsets: Any,
-    k_major: bool,
-    backend: str,
-    x_rows: Any = None,
-    dy_rows: Any = None,
-) -> Any:
-    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
-    return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.ops.elementwise import swiglu
+from titanlite.ops.kernels import define_operator, operator
 from titanlite.ops.matmul import (
     GroupedGemmBackend,
     get_launchers,
@@ -44,21 +45,17 @@ def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
     if rows_Tk.shape[1] == 1:
         return y_RD.index_select(0, rows_Tk.squeeze(1))
     if resolve_backend("auto", y_RD.device, y_RD.dtype) == "triton":
-        return gather_sum_rows(y_RD, rows_Tk)
+        return gather_sum_rows(y_RD.contiguous(), rows_Tk)
     if rows_Tk.numel() > y_RD.shape[0]:
         y_RD, rows_Tk = F.pad(y_RD, (0, 0, 0, 1)), rows_Tk.clamp(max=y_RD.shape[0])
     return F.embedding_bag(rows_Tk, y_RD, mode="sum")
 
 
-@torch.library.custom_op("titanlite::gather_sum", mutates_args=())
-def gather_sum_rows(y: Tensor, rows: Tensor) -> Tensor:
-    """Compute `gather_sum` by titanlite's kernel."""
-    return get_launchers().gather_sum(y.contiguous(), rows)
-
-
-@gather_sum_rows.register_fake
-def _(y: Tensor, rows: Tensor) -> Tensor:
-    return y.new_empty(rows.shape[0], y.shape[1])
+gather_sum_rows = define_operator(
+    "gather_sum(Tensor y, Tensor rows) -> Tensor",
+    "titanlite.ops.launchers",
+    lambda y, rows: y.new_empty(rows.shape[0], y.shape[1]),
+)
 
 
 class _Move(torch.autograd.Function):
@@ -264,7 +261,20 @@ class _Results(torch.autograd.Function):
         return dout, None, None, None, None
 
 
-@torch.library.custom_op("titanlite::gather_swiglu", mutates_args=())
+def _like_rows(x: Any, gate_up: Any, row_weight: Any, token: Any, offsets: Any, keep: bool) -> Any:
+    rows, width = token.shape[0], gate_up.shape[1]
+    return x.new_empty(rows, width // 2), x.new_empty(rows if keep else 0, width)
+
+
+def _like_gradients(dout: Any, down: Any, row_weight: Any, token: Any, offsets: Any, z: Any) -> Any:
+    return (
+        torch.empty_like(z),
+        z.new_empty(len(z), z.shape[1] // 2),
+        torch.empty_like(row_weight, dtype=torch.float32),
+    )
+
+
+@operator(fake=_like_rows)
 def gather_swiglu(
     x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -275,7 +285,7 @@ def gather_swiglu(
     return h, x.new_empty(0, 2 * h.shape[1]) if z is None else z
 
 
-@torch.library.custom_op("titanlite::gather_swiglu_backward", mutates_args=())
+@operator(fake=_like_gradients)
 def gather_swiglu_backward(
     dout: Tensor, down: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,18 +301,3 @@ def _(x: Any, gate_up: Any, row_weight: Any, *rest: Any, **options: Any) -> int:
 @register_flop_formula(torch.ops.titanlite.gather_swiglu_backward)
 def _(dout: Any, down: Any, row_weight: Any, *rest: Any, **options: Any) -> int:
     return 2 * row_weight[0] * down[1] * down[2]
-
-
-@gather_swiglu.register_fake
-def _(x: Any, gate_up: Any, row_weight: Any, token: Any, offsets: Any, keep: bool) -> Any:
-    rows, width = token.shape[0], gate_up.shape[1]
-    return x.new_empty(rows, width // 2), x.new_empty(rows if keep else 0, width)
-
-
-@gather_swiglu_backward.register_fake
-def _(dout: Any, down: Any, row_weight: Any, token: Any, offsets: Any, z: Any) -> Any:
-    return (
-        torch.empty_like(z),
-        z.new_empty(len(z), z.shape[1] // 2),
-        torch.empty_like(row_weight, dtype=torch.float32),
-    )

@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig
 from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.fsdp import ExpertCopies
+from titanlite.distributed.fsdp import WeightCopies
 from titanlite.distributed.parallelize import parallelize
+from titanlite.features.pipeline import apply_pipeline_parallel
 from titanlite.launch.process_group import fake_ranks
 from titanlite.models.decoder import build_decoder
 
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
     [
         # whole on their ranks: one rank has nothing to gather
         (Degrees(dp_shard=4, ep=4), "float32", False),
-        (Degrees(dp_shard=4, ep=4), "bfloat16", False),  # `ExpertCopies` cast
+        (Degrees(dp_shard=4, ep=4), "bfloat16", False),  # `WeightCopies` cast
         (Degrees(dp_shard=4, ep=2), "float32", True),
         (Degrees(dp_replicate=2, dp_shard=2, ep=2), "float32", True),  # FSDP reduces over replicas
         (Degrees(dp_shard=2, tp=2, ep=4), "float32", False),
@@ -53,24 +53,44 @@ def test_experts_are_units_where_that_changes_anything(degrees, param_dtype, exp
         assert (axes == {1}) == (not expected), "split by expert parallelism alone, or by FSDP too"
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_of_a_model_on_one_rank_fsdp_has_what_it_casts(param_dtype):
+@pytest.mark.parametrize(
+    ("changes", "has_units", "has_copies"),
+    [
+        ({"param": "float32"}, False, False),
+        ({"param": "bfloat16"}, False, True),
+        ({"param": "bfloat16", "reshard": "always"}, True, False),
+        ({"param": "bfloat16", "compile": True}, True, False),
+        ({"param": "bfloat16", "tp": 2}, True, False),  # the experts are split by FSDP
+        ({"param": "bfloat16", "tp": 2, "ep": 2}, False, True),
+        ({"param": "bfloat16", "pp": 2}, False, True),
+        ({"param": "bfloat16", "dp_shard": 2}, True, False),
+    ],
+)
+def test_what_no_other_rank_shares_is_outside_of_fsdp(changes, has_units, has_copies):
     job = JobConfig()
-    job.training.mixed_precision_param = param_dtype  # type: ignore[assignment]
-    with fake_ranks(1):
+    job.training.mixed_precision_param = changes.pop("param")
+    job.parallelism.fsdp_reshard_after_forward = changes.pop("reshard", "default")
+    job.compile.enable = changes.pop("compile", False)
+    degrees = Degrees(**changes)
+    with fake_ranks(degrees.world_size):
         model = build_decoder(CONFIG)
-        parallelize(model, job, ParallelDims.build(Degrees(), "cpu"), "cpu")
-        assert {isinstance(param, DTensor) for param in model.parameters()} == {
-            param_dtype == "bfloat16"
-        }
+        dims = ParallelDims.build(degrees, "cpu")
+        if degrees.pp > 1:
+            apply_pipeline_parallel(model, dims, torch.bfloat16)
+        parallelize(model, job, dims, "cpu")
+        assert any(isinstance(module, FSDPModule) for module in model.modules()) == has_units
+        copied = {hasattr(param, "copies") for param in model.parameters()}
+        assert copied == {has_copies}
 
 
-def test_copies_of_experts_add_gradients_in_float32():
+def test_copies_of_weights_add_gradients_in_float32():
     """As FSDP over one rank would: products see bfloat16, sums of micro-batches are float32."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 5, 4))
     frozen = torch.nn.Parameter(torch.randn(2, 3), requires_grad=False)
-    optimizer, read = torch.optim.AdamW([weight], lr=0.1, fused=True), ExpertCopies(torch.bfloat16)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    copies = WeightCopies(torch.bfloat16)
+    read = copies.read
     for _ in range(2):
         total, address = torch.zeros(3, 5, 4), None
         for _ in range(3):
@@ -85,13 +105,11 @@ def test_copies_of_experts_add_gradients_in_float32():
             assert torch.equal(weight.grad, total), "bfloat16 sums would be rounded"
         optimizer.step()
         optimizer.zero_grad()
-    assert len(read.by_param) == 2
+    assert len(copies.by_param) == 2
     with torch.no_grad():
         weight.mul_(2)  # as a checkpoint that is loaded
     with torch.no_grad():
         assert torch.equal(read(weight), weight.bfloat16())
-    same = ExpertCopies(torch.float32)
-    assert same(weight) is weight and not same.by_param
 
 
 @pytest.mark.parametrize("ep", [2, 4])

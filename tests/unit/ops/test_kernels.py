@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.distributed.fsdp import ExpertCopies
+from titanlite.distributed.fsdp import WeightCopies
 from titanlite.distributed.parallelize import checkpoint_operations
 from titanlite.models.moe import Experts
 from titanlite.ops import grouped_gemm
@@ -291,11 +291,16 @@ def test_selective_checkpointing_keeps_nothing_of_the_second_product():
     layer = layer_of(SIZES["uneven"], 4)
     x, gate_up, down, *routed = layer.arguments()
     config = SimpleNamespace(
-        num_experts=5, hidden_size=24, moe_intermediate_size=20, initializer_range=0.02
+        num_experts=5,
+        hidden_size=24,
+        moe_intermediate_size=20,
+        initializer_range=0.02,
+        biased_experts=False,
     )
     experts = Experts(config)
     experts.grouped_gemm_backend = "triton"
-    experts.read = lambda parameter: gate_up if parameter.shape == gate_up.shape else down
+    for parameter, value in ((experts.gate_up_proj, gate_up), (experts.down_proj, down)):
+        vars(parameter)["copies"] = SimpleNamespace(read=lambda _, value=value: value)
     model = SimpleNamespace(modules=lambda: [experts], draws_random=lambda: False)
     checkpoint_operations(
         model, ActivationCheckpointSection(mode="selective", selective_ac_option="op")
@@ -389,7 +394,7 @@ def test_experts_add_gradients_to_those_of_their_parameters(dtype):
     layer = ExpertLayer(SIZES["uneven"], 2, dtype, device=DEVICE)
     x, *stored = (tensor.detach() for tensor in layer.inputs)
     params = [torch.nn.Parameter(weight.float()) for weight in stored]
-    read, found = ExpertCopies(dtype), []
+    read, found = WeightCopies(dtype).read, []
     for _ in range(3):
         weights = [read(param) for param in params]
         out = moe_experts(x, *weights, *layer.arguments()[3:], "triton")

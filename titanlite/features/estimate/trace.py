@@ -20,7 +20,6 @@ from titanlite.assemble import build_unsharded
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees, resolve_global_batch_size
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.fsdp import ExpertCopies
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
 from titanlite.features.estimate.tracker import UNITS, Kind, Segment, StepRecorder
@@ -32,7 +31,6 @@ from titanlite.models.families import layers_of
 from titanlite.models.families.config_json import cut_layers
 from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Model
-from titanlite.models.moe import Experts
 
 _FEWEST = 3  # layers that repeat: the first and the last two
 # where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
@@ -275,23 +273,21 @@ def _trace(
                 if isinstance(value, torch.Tensor)
             ]
             recorder = StepRecorder([*trainer.persistent(), *given], workspace)
-            recorder.mark(_expert_copies(trainer.model), UNITS)
+            recorder.mark(_weight_copies(trainer.model), UNITS)
             with observed(trainer, recorder):
                 trainer.train_step(batches)
             return _summarize(recorder, trainer, split, repeats)
 
 
-def _expert_copies(model: Model) -> Iterator[torch.Tensor]:
-    """Make what stands in for gathered experts where FSDP has none to gather; it is to be renewed
-    by the step.
-    """
-    for module in model.modules():
-        if isinstance(module, Experts) and isinstance(module.read, ExpertCopies):
-            for param in module.parameters():
-                module.read(param)
-            for param, (copy, _) in module.read.by_param.items():
-                module.read.by_param[param] = copy, (-1, -1)
-                yield copy
+def _weight_copies(model: Model) -> Iterator[torch.Tensor]:
+    """Make the copies of the weights, and let the step refresh them."""
+    for param in model.parameters():
+        copies = getattr(param, "copies", None)
+        if copies is not None:
+            copies.read(param)
+            copy, _ = copies.by_param[param]
+            copies.by_param[param] = copy, (-1, -1)
+            yield copy
 
 
 def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:

@@ -88,6 +88,7 @@ class TransformersModel(Model):
     """
 
     splits_inside_experts = False  # their dims need not divide
+    reads_local_tensors = False
 
     def __init__(self, model: Any, config: TransformersConfig, sources: dict[str, Source]) -> None:
         super().__init__()
