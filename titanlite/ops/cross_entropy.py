@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.kernels import operator
 from titanlite.ops.matmul import get_launchers, resolve_backend, sum_over_rows
 
 IGNORE_INDEX = -100
@@ -77,7 +78,14 @@ def _softmax_parts(
     return max_C, sum_C, target_C
 
 
-@torch.library.custom_op("titanlite::softmax_statistics", mutates_args=())
+def _like_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    maximum, total, target = (
+        logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3)
+    )
+    return maximum, total, target
+
+
+@operator(fake=_like_statistics)
 def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C,
     V).
@@ -92,7 +100,7 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
     return maximum, total, wide.gather(-1, column).squeeze(-1)
 
 
-@torch.library.custom_op("titanlite::softmax_gradient_", mutates_args=("logits",))
+@operator(fake=lambda *operands: None, mutates_args=("logits",))
 def softmax_gradient_(
     logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor
 ) -> None:
@@ -108,14 +116,6 @@ def softmax_gradient_(
     )
     if wide is not logits:
         logits.copy_(wide)
-
-
-@softmax_statistics.register_fake
-def _(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    maximum, total, target = (
-        logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3)
-    )
-    return maximum, total, target
 
 
 def _chunks(

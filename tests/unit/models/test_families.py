@@ -14,7 +14,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import list_names
 from titanlite.checkpoint.description import describe_model
 from titanlite.config import RopeScaling
 from titanlite.config.model import ModelSection
