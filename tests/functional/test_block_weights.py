@@ -49,6 +49,10 @@ MODELS = {
     "deepseek_v3": ("deepseek_v3", LATENT),
     "qwen3_next": ("qwen3_next", DELTA),
     "gpt_oss": ("gpt_oss", {k: v for k, v in SIZES.items() if k != "intermediate_size"}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {name: size for name, size in DELTA.items() if name != "intermediate_size"},
+    ),
 }
 SELECTIVE = "--activation_checkpoint.mode=selective"
 FULL = "--activation_checkpoint.mode=full"
@@ -115,6 +119,7 @@ def run_alone(warm_run, base_of, single_runs):
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
         pytest.param("TP2xEP2", "qwen3_next", "nf4", [], marks=pytest.mark.full),
         ("EP2xFSDP2", "qwen3_next", "fp8", [FULL]),
+        ("TP2xEP2", "qwen3_5_moe", "nf4", []),
         # frozen experts without adapters
         ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
         ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),

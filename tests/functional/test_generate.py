@@ -36,7 +36,10 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {"qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "ministral", "gpt_oss"},
+    "CP2xTP2": {
+        *("qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "qwen3_5_text"),
+        *("ministral", "gpt_oss"),
+    },
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }

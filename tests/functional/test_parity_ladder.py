@@ -42,6 +42,8 @@ FAMILIES = {
     "gpt_oss": ["--model.name=gpt_oss"],
     "olmo3": ["--model.name=olmo3"],
     "minimax_m2": ["--model.name=minimax_m2"],
+    "qwen3_5": ["--model.name=qwen3_5_text"],
+    "qwen3_5_moe": ["--model.name=qwen3_5_moe_text"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
     "yarn": [
         "--model.name=qwen3",
@@ -197,6 +199,10 @@ TP2xFSDP2      olmo3                   2 selective_ac
 TP2xEP2        minimax_m2              1
 TP2xFSDP2      gpt_oss                 1 selective_ac operators
 EP2xFSDP2      gpt_oss                 2 full_ac
+FSDP4          qwen3_5                 1
+TP2xFSDP2      qwen3_5                 1 full_ac
+EP2xFSDP2      qwen3_5_moe             2 selective_ac
+TP2xEP2        qwen3_5_moe             1
 TP2xEP4        dots1                   1 full_ac
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
@@ -222,6 +228,7 @@ PP2xFSDP2      uneven                  4
 PP2xTP2        deepseek_v3             4
 PP2xFSDP2      qwen3_next              4
 PP2xFSDP2      gpt_oss                 4
+PP2xFSDP2      qwen3_5_moe             4
 PP2xTP2xEP2    muon_dots1              4
 
 FSDP4          deep                    4 once_per_step weekly
@@ -256,6 +263,8 @@ CP2xTP2        ministral               1
 CP2xTP2        gpt_oss                 2 full_ac
 CP2xFSDP2      gpt_oss                 1
 CP2xTP2        olmo3                   1 full_ac
+CP2xFSDP2      qwen3_5_moe             1
+CP2xTP2        qwen3_5                 1
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
 CP2xFSDP2      yarn                    2

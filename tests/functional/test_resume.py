@@ -24,6 +24,7 @@ HALF, ALL = 3, 5
 TWO = Degrees(dp_shard=2)  # where the mesh does not matter
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
+QWEN3_5 = ["--model.name=qwen3_5_moe_text", "--checkpoint.export_dtype=bfloat16"]
 NEXT = ["--model.name=qwen3_next", "--moe.aux_loss_coeff=0.01"]
 SCHEDULE = [
     f"--training.steps={ALL}",
@@ -103,6 +104,7 @@ def contents(folder, step):
         ("EP2xFSDP2", [*NEXT, *MUON]),
         ("TP2xEP2", ["--model.name=gpt_oss", *MUON]),
         ("EP2xFSDP2", ["--model.implementation=transformers", "--moe.expert_bias_update_rate=0"]),
+        ("TP2xEP2", QWEN3_5),
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
