@@ -118,6 +118,8 @@ class GatedDeltaNet(SelfAttention):
     gates] and [b, a] of each.
     """
 
+    in_proj_qkvz: Linear
+    in_proj_ba: Linear
     splits: ClassVar = {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
     float32: ClassVar = ("A_log", "dt_bias")
 
@@ -196,6 +198,10 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
     first are by key head in memory, by kind on disk (`Family.row_orders`).
     """
 
+    in_proj_qkv: Linear
+    in_proj_z: Linear
+    in_proj_b: Linear
+    in_proj_a: Linear
     splits: ClassVar = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 0) | {
         "out_proj": 1
     }

@@ -256,8 +256,10 @@ class Experts(Recomputable):
 
     def declare_sources(self) -> dict[str, Source]:
         names = "gate_up_proj", "down_proj"
-        biases = {f"{name}_bias": Init(Zeros()) for name in names if self.is_biased}
-        return {name: Init(Normal(std=self.std)) for name in names} | biases
+        sources: dict[str, Source] = {name: Init(Normal(std=self.std)) for name in names}
+        if self.is_biased:
+            sources |= {f"{name}_bias": Init(Zeros()) for name in names}
+        return sources
 
     def forward(
         self,

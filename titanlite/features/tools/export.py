@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,7 +22,13 @@ from titanlite.base.text import Parser, command
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
+from titanlite.checkpoint.hf_model import (
+    NativeFormat,
+    format_of,
+    index_of,
+    warn_of_sidecar,
+    weights_of,
+)
 from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, is_sidecar, whole
 from titanlite.checkpoint.reader import slabs, timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
@@ -195,6 +202,7 @@ def _lay_out(
 ) -> tuple[list[FileLayout], dict[str, _Values]]:
     """Lay out the files; return them, and for each key where its values come from."""
     family = family_of(config)
+    native = cast(NativeFormat, format_of(plan.model))
     model: list[Item] = []
     sidecar: list[Item] = []
     values: dict[str, _Values] = {}
@@ -204,7 +212,7 @@ def _lay_out(
         has_key = not is_sidecar(entry.fqn, family)
         stored = entry.saved_dtype(dtype)
         pieces = (
-            format_of(plan.model).pieces(entry.fqn, entry.info.shape)
+            native.pieces(entry.fqn, entry.info.shape)
             if has_key
             else [whole(entry.fqn, entry.info.shape)]
         )

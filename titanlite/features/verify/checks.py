@@ -201,10 +201,14 @@ def _check_saved(now: Mapping[str, str], rows: Mapping[str, Any], report: Report
 
 
 def _check_training(tensors: Sequence[Tensor], config: Mapping[str, Any], report: Report) -> None:
-    compared = [t for t in tensors if t.before is not None]
+    compared = [t for t in tensors if t.before]
     moved = [t for t in compared if not t.is_kept]
     report.blame(
-        [t.key for t in moved if t.row.get("state") in _KEPT and t.before.startswith(t.dtype)],
+        [
+            t.key
+            for t in moved
+            if t.row.get("state") in _KEPT and (t.before or "").startswith(t.dtype)
+        ],
         "was not trained, and differs from the base. Something changed it.",
     )
     report.blame(

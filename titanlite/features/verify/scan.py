@@ -84,7 +84,7 @@ def scan(stored: Stored, base: Stored) -> dict[str, Look]:
         with opened(stored.file_bytes | base.file_bytes, files) as handles:
             looks = run_jobs((partial(look, handles, *job) for _, job in jobs), io_threads())
         for (key, _), part in zip(jobs, looks, strict=True):
-            found[key] = Look(*map(operator.add, found[key], part)) if key in found else part
+            found[key] = Look._make(map(operator.add, found[key], part)) if key in found else part
     return found
 
 

@@ -35,7 +35,7 @@ _OLMO3 = ModelConfig(
     ),
     sliding_window=4096,
     window_pattern="sssf",
-    **_FIXED,
+    **_FIXED,  # pyright: ignore[reportArgumentType]
 )
 
 
