@@ -25,7 +25,7 @@ from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.start import Start, find_start, look_for_start
 from titanlite.checkpoint.ties import untie
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
+from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.data.dataset import TrainDataset
@@ -49,15 +49,7 @@ from titanlite.data.tokenizer import (
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import base_dtype, mixed_precision_dtypes
 from titanlite.distributed.parallelize import check_device, choose_attention, parallelize
-from titanlite.features.choice.choose import (
-    Choice,
-    choose,
-    describe,
-    find_hardware,
-    keep_choice,
-    take,
-)
-from titanlite.features.choice.hardware import Hardware
+from titanlite.features.choice.at_start import choose_mesh, choose_rest
 from titanlite.features.copies import check_same_copies
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer, build_metric
 from titanlite.features.diagnose.process import explain_failure, prepare_device, prepare_process
@@ -202,7 +194,7 @@ def begin(checked: Checked) -> Run:
         open_events(folder)
     group = new_host_group(timedelta(seconds=job.checkpoint.timeout_seconds))
     start = find_start(job.checkpoint, job.job.dump_folder, group)
-    checked = choose_mesh(checked, start, device)
+    checked = choose_mesh(checked, start, device, build_unsharded)
     dims = ParallelDims.build(checked.degrees, device.type)
     logger.info("mesh: %s", describe_mesh(dims, device))
     return Run(
@@ -215,48 +207,6 @@ def begin(checked: Checked) -> Run:
         locks,
         unwritten=checked.unwritten,
     )
-
-
-def choose_mesh(checked: Checked, start: Start | None, device: torch.device) -> Checked:
-    """Return `checked` with the degrees that are not written, chosen for the GPUs. A run that
-    resumes on as many ranks keeps its choice. Collective.
-    """
-    hardware = find_hardware(device)
-    is_native = isinstance(checked.model_config, ModelConfig)
-    if hardware is None or not checked.unwritten or not is_native:
-        return replace(checked, unwritten=())
-    kept = keep_choice(checked, start.progress) if start is not None else None
-    if kept is not None:
-        logger.info("settings: of the run that is resumed: %s", kept)
-        return take(checked, kept)
-    return take(checked, on_first_rank(lambda: choose_for(checked, hardware)).of_mesh())
-
-
-def choose_rest(run: Run, loader: TrainLoader) -> tuple[Run, TrainLoader]:
-    """Return both with what is still not written, chosen for the GPUs and the batch. Collective."""
-    hardware = find_hardware(run.device)
-    if hardware is None or not run.unwritten:
-        return run, loader
-    checked = Checked(run.job, run.model_config, run.dims.degrees, run.unwritten)
-    batch = loader.global_batch_size
-    choice = on_first_rank(lambda: choose_for(checked, hardware, batch))
-    again = "" if run.start is None else f", of {run.start.progress.world_size} ranks before"
-    logger.info(
-        "settings: chosen for %s%s: %s, %s",
-        format_count(run.dims.degrees.world_size, hardware.name),
-        again,
-        run.dims.degrees,
-        describe(choice, hardware),
-    )
-    job = take(checked, choice).job
-    loader = replace(loader, local_batch_size=job.training.local_batch_size)
-    return replace(run, job=job, unwritten=()), loader
-
-
-def choose_for(checked: Checked, hardware: Hardware, batch: int | None = None) -> Choice:
-    """Choose what is not written, as `choose`. In one process."""
-    model = build_unsharded(checked.job, checked.model_config, "cuda")
-    return choose(checked, model, hardware, batch)
 
 
 def describe_mesh(dims: ParallelDims, device: torch.device) -> str:
@@ -287,7 +237,7 @@ def read_data(run: Run) -> tuple[Run, Any, TrainLoader]:
         job = replace(job, moe=moe)
     warn_of_ignored_balancing(job.moe, config.num_experts)
     run = replace(run, job=job, model_config=fit_to_weights(job, config, start))
-    run, loader = choose_rest(run, loader)
+    run, loader = choose_rest(run, loader, build_unsharded)
     describe_pipeline(loader, config, degrees)
     return run, tokenizer, loader
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titanlite.checkpoint.pieces import checkpoint_pieces
+from titanlite.checkpoint.pieces import Layout, checkpoint_pieces
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import Decoder, build_decoder
@@ -46,7 +46,7 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
 
 def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str, torch.Tensor]:
     """The tensor `name` under the name and in the form of transformers' model."""
-    pieces = list(checkpoint_pieces(name, tuple(values.shape), config, fused=True))
+    pieces = list(checkpoint_pieces(name, tuple(values.shape), config, Layout(is_fused=True)))
     parts = [values[piece.region.slices] for piece in pieces]
     found = torch.cat([part.mT for part in parts] if pieces[0].is_transposed else parts)
     return pieces[0].key.replace("block_sparse_moe", "mlp"), found  # as it is named when loaded

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.assemble import choose_for
+from titanlite.assemble import build_unsharded
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.base.text import Parser
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
+from titanlite.features.choice.at_start import choose_for
 from titanlite.features.choice.choose import Choice, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
@@ -231,8 +232,9 @@ def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
     given = Choice({})
     if not isinstance(checked.model_config, ModelConfig):
         return Chosen(given, given)
-    given = choose_for(checked, hardware)
-    best = choose_for(replace(checked, unwritten=tuple(CHOSEN)), hardware)
+    given = choose_for(checked, hardware, build_unsharded)
+    everything = replace(checked, unwritten=tuple(CHOSEN))
+    best = choose_for(everything, hardware, build_unsharded)
     return Chosen(given, best)
 
 

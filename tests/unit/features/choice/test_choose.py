@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from titanlite.assemble import choose_for
+from titanlite.assemble import build_unsharded
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
 from titanlite.config.settings import get_value
+from titanlite.features.choice.at_start import choose_for
 from titanlite.features.choice.choose import describe, find_hardware, keep_choice, take
 from titanlite.features.choice.hardware import get_hardware
 from titanlite.metrics.run_folder import get_identity
@@ -39,8 +40,8 @@ def checked(*overrides, ranks=8):
 )
 def test_the_choice(overrides, ranks, hardware, expected):
     job = checked(*overrides, ranks=ranks)
-    choice = choose_for(job, hardware)
-    assert choice == choose_for(job, hardware), "every rank may compute it"
+    choice = choose_for(job, hardware, build_unsharded)
+    assert choice == choose_for(job, hardware, build_unsharded), "every rank may compute it"
     assert choice.fits and choice.nbytes < 0.97 * hardware.usable_bytes
     assert choice.values["activation_checkpoint.mode"] == expected
     taken = take(job, choice)
@@ -63,14 +64,14 @@ WRITTEN = {
 def test_written_settings_win(key):
     job = checked(f"--{key}={WRITTEN[key]}", "--training.global_batch_size=16")
     assert set(job.unwritten) == set(CHOSEN) - {key}
-    choice = choose_for(job, H100)
+    choice = choose_for(job, H100, build_unsharded)
     assert key not in choice.values
     assert get_value(take(job, choice).job, key) == WRITTEN[key]
 
 
 def test_the_batch_of_a_step_is_kept_and_a_larger_one_named():
     """One sequence for each rank where none is set; with more, weights are gathered less often."""
-    choice = choose_for(checked(), H100)
+    choice = choose_for(checked(), H100, build_unsharded)
     assert choice.batch == 8 and choice.values["training.local_batch_size"] == 1
     assert choice.larger is not None and choice.larger.batch > 8
     assert choice.larger.rate > 1.15 * choice.rate
@@ -78,18 +79,19 @@ def test_the_batch_of_a_step_is_kept_and_a_larger_one_named():
         f"with training.global_batch_size = {choice.larger.batch} about {choice.larger.rate:,.0f}"
     )
     assert text in describe(choice, H100)
-    assert choose_for(checked("--training.global_batch_size=512"), H100).larger is None
+    choice = choose_for(checked("--training.global_batch_size=512"), H100, build_unsharded)
+    assert choice.larger is None
 
 
 def test_what_fits_nowhere_is_as_small_as_it_can_be():
-    choice = choose_for(checked(ranks=2), H100)
+    choice = choose_for(checked(ranks=2), H100, build_unsharded)
     assert not choice.fits and choice.nbytes > H100.usable_bytes
     assert "PERHAPS TOO MUCH" in describe(choice, H100)
 
 
 def test_a_run_that_resumes_keeps_its_choice():
     job = checked("--training.global_batch_size=16")
-    chosen = take(job, choose_for(job, H100))
+    chosen = take(job, choose_for(job, H100, build_unsharded))
     progress = Progress(1, 16, "", 8, {}, identity=get_identity(chosen.job))
     kept = keep_choice(job, progress)
     assert kept is not None and take(job, kept) == chosen
