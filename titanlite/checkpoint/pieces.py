@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titanlite.config.model import AnyModelConfig, ModelConfig
+from titanlite.config.model import ModelConfig
 from titanlite.materialize import Region
 from titanlite.models.families import family_of
 from titanlite.models.families.family import Family
@@ -137,12 +137,10 @@ def in_rows(key: str, shape: tuple[int, ...], rows: Iterable[tuple[int, int]]) -
         row += count
 
 
-def stored_rows(name: str, config: AnyModelConfig) -> Iterable[tuple[int, int]]:
+def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
     """Return the rows of the run-time tensor `name` in the order in which they are stored (first
     row, number of rows); nothing where that is their order in memory.
     """
-    if not isinstance(config, ModelConfig):
-        return ()
     orders = family_of(config).row_orders
     return next((order(config) for key, order in orders.items() if re.search(key, name)), ())
 

@@ -207,7 +207,7 @@ def build_loader(
         global_batch_size=resolve_global_batch_size(
             job, dp_degree, examples, sum(sizes) if all(sizes) else None, before
         ),
-        local_batch_size=training.local_batch_size,
+        local_batch_size=training.local_batch_size or 1,  # until it is chosen
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from titanlite.config import JobConfig
-from titanlite.config.schema import BLOCK_SIZES, LoRASection, TrainingSection
+from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.execute import sharded_like
 from titanlite.materialize.layout import is_elsewhere, local_of
@@ -59,7 +58,15 @@ def base_dtype(training: TrainingSection, lora: LoRASection, device_type: str) -
     return getattr(torch, lora.base_dtype)
 
 
-def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
+def apply_fsdp(
+    model: Model,
+    training: TrainingSection,
+    section: ParallelismSection,
+    dims: ParallelDims,
+    device_type: str,
+    *,
+    is_compiled: bool = False,
+) -> None:
     """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
 
     Units: each decoder layer, its experts if they live on another mesh, the embedding, and final
@@ -67,14 +74,21 @@ def apply_fsdp(model: Model, job: JobConfig, dims: ParallelDims, device_type: st
     the blocks of a vision tower are layers too, and everything outside of layers is in the root
     unit. Where no other rank shares a parameter of the model, there is no unit.
     """
-    training, section = job.training, job.parallelism
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
     layers = model.decoder_layers()
     units = {
         layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else []
         for layer in layers
     }
-    whole = _find_whole(model, units, job, dims, param_dtype)
+    # A compiled layer would be cut at each copy.
+    allows_copies = (
+        model.reads_local_tensors
+        and not is_compiled
+        and section.fsdp_reshard_after_forward != "always"
+    )
+    whole = set[nn.Parameter]()
+    if not training.enable_cpu_offload:
+        whole = _find_whole(model, units, dims, param_dtype, allows_copies=allows_copies)
     _read_as_copies(whole - model.float32_parameters(), param_dtype)
     if whole == {*model.parameters()}:
         return
@@ -232,16 +246,15 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
 def _find_whole(
     model: Model,
     units: Mapping[nn.Module, Sequence[nn.Module]],
-    job: JobConfig,
     dims: ParallelDims,
     dtype: torch.dtype,
+    *,
+    allows_copies: bool,
 ) -> set[nn.Parameter]:
     """Return the parameters that no other rank shares and that are read in `dtype` without FSDP:
     all of them, those of the experts in `units`, or none.
     """
     d = dims.degrees
-    if job.training.enable_cpu_offload:
-        return set()
     modules = [module for experts in units.values() for module in experts]
     of_experts = {param for module in modules for param in module.parameters()}
     if of_experts:
@@ -251,13 +264,7 @@ def _find_whole(
             return set()
     params = {*model.parameters()}
     is_cast = any(param.dtype != dtype for param in params)
-    # A compiled layer would be cut at each copy.
-    has_copies = (
-        model.reads_local_tensors
-        and not job.compile.enable
-        and job.parallelism.fsdp_reshard_after_forward != "always"
-    )
-    if d.fsdp * d.dp_replicate == 1 and (has_copies or not is_cast):
+    if d.fsdp * d.dp_replicate == 1 and (allows_copies or not is_cast):
         return params
     return of_experts
 

@@ -66,7 +66,14 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
     if dims.degrees.ep > 1:
         apply_expert_parallel(model, dims.ep_mesh)
     wrap_layers(model, job, experts_on_own_mesh=dims.degrees.experts_on_own_mesh)
-    apply_fsdp(model, job, dims, device_type)
+    apply_fsdp(
+        model,
+        job.training,
+        job.parallelism,
+        dims,
+        device_type,
+        is_compiled=job.compile.enable,
+    )
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:

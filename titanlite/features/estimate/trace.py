@@ -41,7 +41,8 @@ def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
     """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that
     depends on the data.
     """
-    return resolve_global_batch_size(job, dp_degree) // (job.training.local_batch_size * dp_degree)
+    sequences = job.training.local_batch_size or 1
+    return resolve_global_batch_size(job, dp_degree) // (sequences * dp_degree)
 
 
 class Moment(NamedTuple):

@@ -13,10 +13,16 @@ import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.pieces import stored_rows, whole
+from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.features.lora.layers import adaptable_experts
-from titanlite.features.lora.peft_format import PREFIX, AdapterConfig, layout_of, read_adapter
+from titanlite.features.lora.peft_format import (
+    PREFIX,
+    AdapterConfig,
+    find_rows,
+    layout_of,
+    read_adapter,
+)
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import (
     Read,
@@ -154,7 +160,7 @@ class _Corrections:
         self._reader.read_quietly(
             [ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)]
         )
-        if rows := list(stored_rows(name, self._config)):
+        if rows := list(find_rows(name, self._config)):
             in_memory = torch.cat([torch.arange(start, start + count) for start, count in rows])
             b = torch.empty_like(b).index_copy_(0, in_memory, b)
         if len(self._shapes[name]) == 2:

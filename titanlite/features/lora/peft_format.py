@@ -34,7 +34,7 @@ from titanlite.checkpoint.hf_model import HFFormat, format_of
 from titanlite.checkpoint.pieces import Layout, Piece, in_rows, stored_rows
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import ModelConfig
+from titanlite.config import AnyModelConfig, ModelConfig
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.layers import (
@@ -62,6 +62,11 @@ from titanlite.models.interface import Model, is_adapter
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
 _HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
+
+
+def find_rows(name: str, config: AnyModelConfig) -> Iterable[tuple[int, int]]:
+    """Return `stored_rows` of the base weight `name`; transformers' classes store all in order."""
+    return stored_rows(name, config) if isinstance(config, ModelConfig) else ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def adapter_place(
     if match is None:
         module, _, leaf = name.rpartition(".")
         key = f"{PREFIX}{key_of(module)}.{leaf}.weight"
-        rows = [*stored_rows(f"{module}.weight", model.config)] if leaf == "lora_B" else []
+        rows = list(find_rows(f"{module}.weight", model.config)) if leaf == "lora_B" else []
         return AdapterPlace(key, shape, tuple(range(len(shape))), rows)
     module, which, leaf = match.groups()
     inner = ".base_layer" if which != "down" and f"{module}.down_{leaf}" in names else ""

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tests.loading import hf_checkpoint
 from titanlite.checkpoint import reader as reader_module
 from titanlite.checkpoint.hf_model import check_layout
-from titanlite.checkpoint.pieces import checkpoint_pieces
+from titanlite.checkpoint.pieces import Layout, checkpoint_pieces
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
@@ -69,7 +69,7 @@ def as_stored(model, dtype=torch.float32):
     return {
         piece.key: param.detach()[piece.region.slices].reshape(piece.shape).to(dtype).contiguous()
         for name, param in model.named_parameters()
-        for piece in checkpoint_pieces(name, tuple(param.shape), model.config)
+        for piece in checkpoint_pieces(name, tuple(param.shape), model.config, Layout())
     }
 
 
