@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titanlite.checkpoint.commit import check_folder, list_steps
 from titanlite.config import load_config
-from titanlite.config.parallelism import resolve_degrees
+from titanlite.config.parallelism import CHOSEN, resolve_degrees
 from titanlite.launch import rendezvous
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,11 @@ def test_resolved_configuration_is_the_one_that_ran(run):
             *(f"--{key}={value}" for key, value in OVERRIDES.items()),
         ]
     )
+    # what was not written is in the run's file as it was chosen
+    for key, chosen in CHOSEN.items():
+        section, name = key.split(".")
+        if getattr(getattr(again, section), name) in (0, "auto"):
+            setattr(getattr(again, section), name, chosen)
     assert job == again
     degrees = resolve_degrees(job.parallelism, 4)
     assert (degrees.tp, degrees.ep, degrees.dp_shard) == (2, 2, 2)
@@ -136,10 +141,10 @@ def test_checkpoint_loads_in_transformers_and_has_learned(run):
 
 def test_run_ends_with_its_checkpoint_and_the_log_has_all_lines(run):
     done, dump = run
-    assert (
-        f"checkpoint: writing {dump / 'checkpoint' / f'step-{STEPS}'}: "
-        in done.stdout.splitlines()[-1]
-    )
+    folder = dump / "checkpoint" / f"step-{STEPS}"
+    writing, verify = done.stdout.splitlines()[-2:]
+    assert f"checkpoint: writing {folder}: " in writing
+    assert f"python -m titanlite verify {folder}" in verify
     assert [
         line[20:] for line in (dump / "log.txt").read_text().splitlines() if "step " in line
     ] == [line[9:] for line in done.stdout.splitlines() if "step " in line and line[2] == ":"]

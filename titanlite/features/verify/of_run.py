@@ -12,6 +12,7 @@ from titanlite.checkpoint.commit import Certify
 from titanlite.checkpoint.description import describe_versions
 from titanlite.checkpoint.writer import Item
 from titanlite.config.assets import base_model_of
+from titanlite.config.parallelism import CHOSEN
 from titanlite.features.verify.certificate import (
     CERTIFICATE_FILE,
     describe,
@@ -40,7 +41,12 @@ def certify_checkpoints(parts: Parts) -> None:
         base = digest_base(Path(path))
     entries = {entry.fqn: entry for entry in parts.plan.entries}
     origin = base_model_of(path)
-    identity = {key: x for key, x in get_identity(job).items() if "path" not in key}
+    # what is chosen for the GPUs names the mesh
+    identity = {
+        key: value
+        for key, value in get_identity(job).items()
+        if "path" not in key and key not in CHOSEN
+    }
     facts = {
         "model": run.model_config.family,
         "trained_from": asdict(origin) if origin else None,

@@ -232,7 +232,6 @@ def test_spellings_of_tokens(text):
 def test_adapters_are_proposed_where_nothing_else_fits():
     """In few bits, and then of attention alone; with the settings around them chosen anew."""
     argv = ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--gpus=RTX 4090"]
-    argv += ["--data.dataset=stdlib"]
     tried = [" ".join(one) for one in proposals._candidates(plan_run(argv))]
     assert "--lora.rank=16 --lora.base_dtype=nf4" in tried
     assert any("--lora.base_dtype=nf4 --lora.targets=q_proj,k_proj" in one for one in tried)
