@@ -122,6 +122,8 @@ class Cut(ast.NodeTransformer):
         return node
 
     def visit(self, node):
+        if isinstance(node, ast.FunctionDef):  # a parameter has a value where an assignment goes
+            self.bound |= {argument.arg for argument in node.args.args}
         result = super().visit(node)
         if isinstance(result, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
             targets = {
