@@ -19,8 +19,7 @@ from titanlite.base.text import Parser
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
-from titanlite.features.choice.at_start import choose_for
-from titanlite.features.choice.choose import Choice, take
+from titanlite.features.choice.choose import Choice, choose, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import merge_stages, plan_stages
@@ -232,9 +231,9 @@ def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
     given = Choice({})
     if not isinstance(checked.model_config, ModelConfig):
         return Chosen(given, given)
-    given = choose_for(checked, hardware, build_unsharded)
-    everything = replace(checked, unwritten=tuple(CHOSEN))
-    best = choose_for(everything, hardware, build_unsharded)
+    model = build_unsharded(checked.job, checked.model_config, "cuda")
+    given = choose(checked, model, hardware)
+    best = choose(replace(checked, unwritten=tuple(CHOSEN)), model, hardware)
     return Chosen(given, best)
 
 
