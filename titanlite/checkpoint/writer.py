@@ -69,8 +69,15 @@ class Item:
         name: str = "",
     ) -> "Item":
         shard = local, local_region, mine
-        item = cls(piece.key, dtype, piece.region, piece.shape, *shard, name=name)
-        return replace(item, is_transposed=piece.is_transposed)
+        return cls(
+            piece.key,
+            dtype,
+            piece.region,
+            piece.shape,
+            *shard,
+            name=name,
+            is_transposed=piece.is_transposed,
+        )
 
     @property
     def nbytes(self) -> int:
