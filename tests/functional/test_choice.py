@@ -10,6 +10,7 @@ from tests.functional.conftest import train_steps
 from titanlite import assemble
 from titanlite.config.parallelism import CHOSEN, Degrees
 from titanlite.config.settings import get_value
+from titanlite.features.choice import at_start
 from titanlite.features.choice.hardware import get_hardware
 
 H100 = get_hardware("h100")
@@ -23,7 +24,7 @@ def train(run_ranks, checked, monkeypatch):
 
     def run(hardware, world_size, steps, *overrides):
         job = checked(Degrees(dp_shard=world_size), *OPEN, *overrides)
-        monkeypatch.setattr(assemble, "find_hardware", lambda device: hardware)
+        monkeypatch.setattr(at_start, "find_hardware", lambda device: hardware)
 
         def rank_main():
             trainer = assemble.assemble(job)
