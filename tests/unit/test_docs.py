@@ -73,7 +73,7 @@ def test_the_map_names_every_file_of_the_core_and_every_feature():
     core = {Path(file).name for file in files if size["part_of"](file) == "core"} - {"__init__.py"}
     text = (ROOT / "docs/architecture.md").read_text()
     _, _, core_part = text.partition("## The core, file by file")
-    assert set(re.findall(r"\w+\.py", core_part.partition("## Seams")[0])) == core
+    assert set(re.findall(r"\w+\.py", core_part.partition("## Extension points")[0])) == core
     rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/features.md").read_text(), flags=re.M))
     features = {Path(file).parts[2] for file in files if size["part_of"](file) == "features"}
     assert rows == {name.removesuffix(".py") for name in features} - {"__init__"}
