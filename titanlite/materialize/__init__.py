@@ -10,8 +10,8 @@ Works for any `nn.Module`, sharded (DTensor, FSDP2) or not, outside the trainer 
     materialize(model, "cpu", [{"*.weight": Init(Normal(std=0.02)), "*.bias": Init(Zeros())}],
     seed=7)
 
-A module declares where its own tensors come from by a method `declare_sources(self) -> dict[str,
-Source]` with names relative to itself; the `sources` argument adds claims by name or pattern, or
+A module declares the sources of its own tensors in a method `declare_sources(self) -> dict[str,
+Source]`, with names relative to itself. The argument `sources` adds claims by name or pattern, or
 from a checkpoint.
 """
 
@@ -58,24 +58,24 @@ def materialize(
     waiting: dist.ProcessGroup | None = None,
 ) -> Plan:
     """Give every meta tensor of `model` its value on `device`, in place, and return the plan that
-    was carried out.
+    was executed.
 
-    Parameter and buffer objects stay the same objects, with their attributes; tensors that were
-    never on meta keep their values bit for bit. The same `seed` gives bit-identical weights however
-    the model is sharded.
+    Parameter and buffer objects stay the same objects, with their attributes. Tensors that were
+    never on meta keep their values bit for bit. The same `seed` gives bit-identical weights for
+    every sharding of the model.
 
     Args:
         model: any module; parameters may be DTensors and the module may be under FSDP2.
-        device: where the local tensors go.
-        sources: claims that come before the modules' own declarations; see
+        device: device of the local tensors.
+        sources: claims that take precedence over the modules' own declarations; see
             `titanlite.materialize.sources`.
         seed: seed of the `Init` sources.
-        buffer_device: where buffers go, if not to `device`; with CPU offload they stay on the
-            accelerator.
+        buffer_device: device of the buffers, by default `device`; with CPU offload buffers stay on
+            the accelerator.
         waiting: see `Plan`.
 
-    Raises PlanError: a tensor has no source, two, or one that does not fit; nothing was allocated.
-    Raises VerifyError: what `verify` finds. All ranks raise both.
+    Raises PlanError: a tensor has no source, two sources, or a source that does not fit; nothing
+    was allocated. Raises VerifyError: `verify` found a problem. All ranks raise both.
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """

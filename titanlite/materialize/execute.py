@@ -1,5 +1,5 @@
-"""Allocate, fill, verify: meta tensors become real in place, poisoned first, then written once from
-their source.
+"""Allocate, fill, verify: meta tensors become real in place, are filled with NaN (poison) first,
+and then are written once from their source.
 """
 
 import math
@@ -39,29 +39,30 @@ from titanlite.materialize.sources import (
     TensorReader,
 )
 
-_DRAWN_AT_ONCE = 1 << 22  # values that will be encoded
-# Elements of a tensor that are checked at once, with a few int64 copies in memory. A chunk on the
-# host stays in the cache; a chunk on a device costs eight launches.
+_DRAWN_AT_ONCE = 1 << 22  # values that are drawn before they are encoded
+# Elements of a tensor that are checked at a time; the check makes a few int64 copies of them. A
+# chunk on the host should fit into the cache; a chunk on a device costs eight kernel launches.
 _HOST_CHUNK = 1 << 18
 _DEVICE_CHUNK = 1 << 22
 
-_Digests = dict[tuple[str, Region], int]  # of shards that other ranks hold too
+_Digests = dict[tuple[str, Region], int]  # digests of shards that several ranks hold
 
 
 @torch.no_grad()
 def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
-    """Turn the meta tensors of `plan` into real ones on `device`, filled with poison (`poison_of`).
+    """Turn the meta tensors of `plan` into real tensors on `device`, filled with poison
+    (`poison_of`).
 
-    Buffers go to `buffer_device` if one is given. Tensors that were never on meta are moved, with
-    their values. The objects stay the same, with their attributes, so that optimizers, ties and
-    maps keyed by them stay valid; `nn.Module.to_empty` would drop the values of tensors that are
-    not on meta. Poison costs one memset and makes every omission visible to `verify`.
+    Buffers go to `buffer_device` if it is given. Tensors that were never on meta are moved with
+    their values; `nn.Module.to_empty` would drop these values. The objects stay the same, with
+    their attributes, so that optimizers, ties and maps keyed by them stay valid. Poison costs one
+    memset, and lets `verify` find every tensor that was not filled.
     """
     recurrent: list[Any] = [
         module for module in plan.model.modules() if isinstance(module, nn.RNNBase)
     ]
     for module in recurrent:
-        module._flat_weight_refs = []  # weak references, with which contents cannot be exchanged
+        module._flat_weight_refs = []  # tensors with weak references cannot be swapped
     for entry in plan.entries:
         tensor = entry.tensor
         if entry.is_elsewhere:
@@ -74,9 +75,9 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
             _poison(local_of(new), ends_only=False)
         elif tensor.is_meta:
             local = torch.empty(entry.local_shape, dtype=entry.dtype, device=target)
-            # A pass over all memory costs as much as reading it. Where the reader itself proves
-            # that its reads cover every element, the ends are enough to notice a tensor that is
-            # never read.
+            # A pass over all memory costs as much as reading the file. If the reader itself proves
+            # that its reads cover every element, poison at both ends is enough to find a tensor
+            # that is never read.
             _poison(
                 local,
                 ends_only=isinstance(entry.source, Read) and entry.source.reader.proves_coverage,
@@ -92,12 +93,12 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
 
 
 def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as the local part of a tensor laid out as `tensor`; `empty_like` would cost
-    160 us for each.
+    """Return `local` as the local part of a tensor with the layout of `tensor`; `empty_like` would
+    cost 160 us per tensor.
     """
     if not isinstance(tensor, DTensor):
         return local
-    # offloaded: `from_local` would move it there
+    # CPU offload: `from_local` would move `local` to the mesh's device
     if local.device.type != tensor.device_mesh.device_type:
         new = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
         new._local_tensor = local  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,16 +114,16 @@ def sharded_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Swap the contents of `new` into `tensor`: the same object, of the same class, with attributes
-    and hooks.
+    """Swap the contents of `new` into `tensor`, which stays the same object of the same class, with
+    its attributes and hooks.
     """
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
     if type(new) is not type(tensor):
         new.__class__ = type(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     vars(new).update(vars(tensor))
-    # swap_tensors exchanges the hooks too; the same dictionaries keep the handles that were given
-    # out valid.
+    # swap_tensors swaps the hooks too. With the same dictionaries on both sides, existing hook
+    # handles stay valid.
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, hooks, None) is not None:
             setattr(new, hooks, getattr(tensor, hooks))
@@ -130,8 +131,8 @@ def exchange(tensor: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def poison_of(dtype: torch.dtype) -> float | int | None:
-    """Return what fills fresh memory of `dtype`: NaN, the integer farthest from 0; None for bool,
-    which has none.
+    """Return the value that marks fresh memory of `dtype`: NaN, or the integer farthest from 0;
+    None for bool, which has no unused value.
     """
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -153,15 +154,14 @@ def _poison(local: torch.Tensor, *, ends_only: bool) -> None:
 
 @torch.no_grad()
 def fill(plan: Plan, seed: int) -> None:
-    """Write every tensor of `plan` from its source, each exactly once.
+    """Write every tensor of `plan` from its source, exactly once.
 
-    Raises PlanError: a computed tensor has another shape than the model's. Raises CheckpointError:
-    a rank could not read; on all ranks.
+    Raises PlanError: a computed tensor has a different shape than the model's. Raises
+    CheckpointError, on all ranks: a rank could not read.
 
-    Collectives: those of `read_tensors`, if anything is read; every rank must call.
+    Collectives: see `read_tensors`; every rank must call.
     """
-    # Drawing is host work that releases the interpreter lock; share the cores of a node among its
-    # ranks.
+    # Drawing is host work that releases the interpreter lock. The ranks of a node divide its cores.
     threads = max(1, (os.cpu_count() or 1) // read_ranks_here())
     with ThreadPoolExecutor(min(threads, 16)) as pool:
         held = [entry for entry in plan.entries if not entry.is_elsewhere]
@@ -180,14 +180,14 @@ def fill(plan: Plan, seed: int) -> None:
 
 @torch.no_grad()
 def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None:
-    """Read each tensor, DTensor or plain, from its source. One rank reads what several hold, and
-    broadcasts it.
+    """Read each tensor, DTensor or plain, from its source. If several ranks hold the same elements,
+    one of them reads and broadcasts.
 
-    Raises CheckpointError: on all ranks; a rank could not read.
+    Raises CheckpointError, on all ranks: a rank could not read.
 
-    Collectives: one gather of small objects over all ranks, and broadcasts of replicas, if there is
-    anything to read; every rank must call with the same tensors in the same order, including those
-    of other pipeline stages.
+    Collectives: if `reads` is not empty, one gather of small objects over all ranks, and broadcasts
+    of replicas. Every rank must call with the same tensors in the same order, including tensors of
+    other pipeline stages.
     """
     shares = list(share_out((tensor for tensor, _ in reads), plan.group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
@@ -236,13 +236,13 @@ def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
 
 @torch.no_grad()
 def verify(plan: Plan) -> None:
-    """Check that materialization kept its promises.
+    """Check the result of materialization.
 
-    No tensor is on meta, poisoned or NaN, and no parameter infinite; ties are still one object;
-    every DTensor's spec dtype is its local dtype; declared dtypes hold; elements held by several
-    ranks are equal bit for bit (a digest).
+    No tensor is on meta, poisoned or NaN, and no parameter is infinite. Ties are still one object.
+    Every DTensor's spec dtype equals its local dtype, and declared dtypes hold. Elements that
+    several ranks hold are equal bit for bit (compared by digests).
 
-    Raises VerifyError: on all ranks if any rank found a problem; names the tensors and the ranks.
+    Raises VerifyError, on all ranks: any rank found a problem; names the tensors and the ranks.
 
     Collectives: one all-gather of small objects over all ranks; every rank must call.
     """
@@ -292,7 +292,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
     elif local.dtype.is_floating_point or local.dtype.is_complex:
         problems += _value_problems(entry, plain_of(local))
     elif not isinstance(entry.source, Keep) and local.numel():
-        # Every integer is a legal value, but a whole tensor of poison was not filled.
+        # Every integer is a legal value, but a tensor that is all poison was not filled.
         poison = poison_of(local.dtype)
         if poison is not None and bool((local == poison).all()):
             problems.append(f"{fqn}: not filled (all its elements are {poison}).")
@@ -300,9 +300,9 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
 
 
 def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
-    # One pass without temporaries, so that looking at every weight costs little next to loading it.
-    # Not finite: an element is NaN or infinite, or, rarely, the sum overflows. float8 and complex32
-    # have no sum.
+    # The sum is one pass without temporaries, so that checking every weight costs little compared
+    # to loading it. The sum is not finite if an element is NaN or infinite, or, rarely, if it
+    # overflows. float8 and complex32 have no sum.
     if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
         return []
     chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
@@ -326,7 +326,7 @@ def _comparable(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def _explain(source: Source) -> str:
-    """Return what to do about values that are not finite."""
+    """Return a remedy for values that are not finite."""
     if not isinstance(source, Read):
         return ""
     return (
@@ -336,8 +336,8 @@ def _explain(source: Source) -> str:
 
 
 def plain_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the stored values of a tensor of any layout as a strided one without lazy conjugation
-    or negation.
+    """Return the stored values of a tensor of any layout as a strided tensor without lazy
+    conjugation or negation.
     """
     if local.is_quantized:
         return local.int_repr()
@@ -353,7 +353,7 @@ def _chunk_of(local: torch.Tensor) -> int:
 
 
 def bit_digest(local: torch.Tensor) -> int:
-    """Return the digest of the bits of a shard of any form."""
+    """Return the digest of the bits of a shard of any layout."""
     return digest(bytes_in(plain_of(local.detach()).contiguous()))
 
 

@@ -1,8 +1,8 @@
-"""Layout: the part of the global tensor that a rank holds, and its form there.
+"""Layout: the part of the global tensor that a rank holds, and its encoding in memory.
 
-An `Encoding` keeps a tensor in another form than its values. Names, global shapes, regions and
-sources stay those of the values. The encoding alone writes the tensor's memory, in whole rows of
-values.
+An `Encoding` stores a tensor in memory in a different form than its values, for example quantized.
+Names, global shapes, regions and sources always describe the values. Only the encoding writes the
+tensor's memory, in whole rows of values.
 """
 
 import itertools
@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Region:
-    """A hyper-rectangle of a global tensor: along each dim the indices `start <= i < start +
-    length`.
-    """
+    """A hyper-rectangle of a global tensor: in each dim, `start <= index < start + length`."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -41,7 +39,7 @@ class Region:
         return tuple(map(operator.add, self.starts, self.lengths))
 
     def overlap(self, other: "Region") -> "Region | None":
-        """Return what both have in common; None for nothing."""
+        """Return the intersection; None if it is empty."""
         if (self.starts, self.lengths) == (other.starts, other.lengths):
             return self
         starts = tuple(map(max, self.starts, other.starts))
@@ -51,21 +49,21 @@ class Region:
         return Region(starts, lengths) if min(lengths, default=1) > 0 else None
 
     def within(self, outer: "Region") -> "Region":
-        """Return the region with its starts counted from those of `outer`, which contains it."""
+        """Return the region with starts relative to `outer`, which contains it."""
         if not any(outer.starts):
             return self
         return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
 
     def transposed(self) -> "Region":
-        """Return the region with its last two dims exchanged."""
+        """Return the region with its last two dims swapped."""
         starts, lengths = (
             (*sizes[:-2], sizes[-1], sizes[-2]) for sizes in (self.starts, self.lengths)
         )
         return Region(starts, lengths)
 
     def slabs(self, elements: int) -> Iterator["Region"]:
-        """Yield the region in parts of at most so many elements, which follow one another in its
-        row-major order.
+        """Yield the region in parts of at most `elements` elements, in the region's row-major
+        order.
         """
         if self.numel <= max(elements, 1):
             yield self
@@ -81,10 +79,10 @@ class Region:
             yield from Region(tuple(starts), tuple(lengths)).slabs(elements)
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yield (first element, number of elements) of the stretches that are contiguous in a
-        tensor of `shape`.
+        """Yield (first element, number of elements) of the ranges that are contiguous in a tensor
+        of `shape`.
 
-        Laid end to end, the runs are the elements of the region in its own row-major order.
+        Concatenated, the runs are the elements of the region in its own row-major order.
         """
         if self.lengths == shape:
             yield 0, self.numel
@@ -108,7 +106,7 @@ class Region:
             yield base + sum(offsets), length
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Yield the `runs` in rows of the last dim; a tensor of one dim has a row per element."""
+        """Yield the `runs`, counted in rows of the last dim; in one dim each element is a row."""
         return (
             self.runs(shape)
             if len(shape) < 2
@@ -117,11 +115,11 @@ class Region:
 
 
 class Encoding(Protocol):
-    """The form in which the rows of one tensor are kept."""
+    """The encoding in which the rows of one tensor are stored in memory."""
 
     @property
     def name(self) -> str:
-        """Return the name of the form in plans."""
+        """Return the name of the encoding in plans."""
         ...
 
     @property
@@ -130,7 +128,7 @@ class Encoding(Protocol):
         ...
 
     def values_in(self, stored: Region) -> Region:
-        """Return the region of the values in `stored`, a region of the tensor itself."""
+        """Return the region of the values for `stored`, a region of the tensor in memory."""
         ...
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -138,19 +136,17 @@ class Encoding(Protocol):
         ...
 
     def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
-        """Return True if a file's codes of `dtype`, with a factor for each `block`, are kept as
-        they are.
+        """Return True if codes of `dtype` in a file, with a scale for each `block`, can be stored
+        unchanged.
         """
         ...
 
     def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Encode such codes (N, W) and the factors of each row's blocks, (N, blocks), without
-        loss.
-        """
+        """Store such codes (N, W) and the scales of their blocks (N, blocks) without loss."""
         ...
 
     def count_not_finite(self, local: torch.Tensor) -> int:
-        """Count the groups of values with a common factor that have one that is NaN or infinite."""
+        """Count the blocks (values with a common scale) that contain a NaN or infinite value."""
         ...
 
 
@@ -158,12 +154,12 @@ _ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharin
 
 
 def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
-    """Mark a tensor on meta as kept in another form."""
+    """Mark a meta tensor as stored in this encoding."""
     setattr(tensor, _ENCODING, encoding)
 
 
 def encoding_of(tensor: torch.Tensor) -> Encoding | None:
-    """Return what `set_encoding` was called with; None: the tensor is its values."""
+    """Return the encoding that `set_encoding` set; None: the tensor holds its values directly."""
     return getattr(tensor, _ENCODING, None)
 
 
@@ -192,9 +188,7 @@ def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
 
 
 def is_fillable(dtype: torch.dtype) -> bool:
-    """Return False for dtypes that torch cannot fill: quantized, packed, and of fewer than 8
-    bits.
-    """
+    """Return False for dtypes that torch cannot fill: quantized, packed, or under 8 bits."""
     try:
         torch.empty(1, dtype=dtype).fill_(1)
     except (RuntimeError, NotImplementedError):
@@ -203,32 +197,32 @@ def is_fillable(dtype: torch.dtype) -> bool:
 
 
 def leave_elsewhere(tensor: torch.Tensor) -> None:
-    """Mark a tensor on meta as held by other ranks alone: it stays there, and this rank's region is
-    empty.
+    """Mark a meta tensor as remote: only other ranks hold it, it stays on meta here, and this
+    rank's region is empty.
     """
     setattr(tensor, _ELSEWHERE, True)
 
 
 def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Set the ranks that share what is not left elsewhere: plain tensors are on all of them,
-    DTensors on no others.
+    """Set the ranks that share the tensors which are not remote: all of them hold each plain
+    tensor, and only they hold shards of the DTensors.
     """
     setattr(model, _SHARING_GROUP, group)
 
 
 def get_sharing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that `set_sharing_group` named; None: all."""
+    """Return the group that `set_sharing_group` set; None: all ranks."""
     return getattr(model, _SHARING_GROUP, None)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return True for what `leave_elsewhere` was called with."""
+    """Return True for remote tensors, which `leave_elsewhere` marked."""
     return getattr(tensor, _ELSEWHERE, False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor with this rank's data; shares memory with `tensor`. Empty where
-    others hold it.
+    """Return this rank's data as a plain tensor that shares memory with `tensor`; empty if `tensor`
+    is remote.
     """
     if is_elsewhere(tensor):
         return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
@@ -236,12 +230,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def region_of(tensor: torch.Tensor) -> Region:
-    """Return the region of the global tensor's values that this rank holds; empty where others hold
-    all of it.
+    """Return the region of the global tensor's values that this rank holds; empty if only other
+    ranks hold the tensor.
 
-    FSDP2 over a tensor- or expert-parallel parameter splits the shard that is there: a
-    `_StridedShard` on the outer mesh axis acts after the plain shards to its right. So every split
-    is one of a contiguous range, in `torch.chunk` sizes.
+    FSDP2 over a tensor- or expert-parallel parameter splits the existing shard: a `_StridedShard`
+    on the outer mesh axis acts after the plain shards to its right. So every split divides a
+    contiguous range, in `torch.chunk` sizes.
 
     Raises ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
@@ -260,7 +254,7 @@ def region_of(tensor: torch.Tensor) -> Region:
 
 
 def local_shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of what this rank holds in memory, from the layout alone."""
+    """Return the shape of the part of `tensor` that this rank stores, from the layout alone."""
     return _stored_here(tensor).lengths
 
 
@@ -299,14 +293,14 @@ def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
 
 
 def _splits_in_order(tensor: torch.Tensor, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (dim, number of ranks, this rank) of the axes that split `tensor`, in the order in
-    which they did: FSDP's `_StridedShard` splits what tensor or expert parallelism left.
+    """Return (dim, number of ranks, this rank) of the axes that split `tensor`, in the order of the
+    splits: FSDP's `_StridedShard` splits the shard of tensor or expert parallelism.
     """
     if not isinstance(tensor, DTensor):
         return []
     shards: list[tuple[int, int, int]] = []
     strided: list[tuple[int, int, int]] = []
-    placements: Any = tensor.placements  # without a common base class that has a dim
+    placements: Any = tensor.placements  # their common base class has no `dim`
     for placement, num_ranks, rank in zip(
         placements, tensor.device_mesh.shape, coordinate, strict=True
     ):
@@ -317,8 +311,8 @@ def _splits_in_order(tensor: torch.Tensor, coordinate: Sequence[int]) -> list[tu
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
-    """Count the ranks that hold each element of `tensor`, of `world_size` that share it; all of
-    them a plain tensor.
+    """Count the ranks that hold each element of `tensor`, among the `world_size` ranks that share
+    it; all of them hold a plain tensor.
     """
     if not isinstance(tensor, DTensor):
         return world_size

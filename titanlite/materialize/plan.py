@@ -1,7 +1,7 @@
 """The plan: every tensor of the model with its one source, made before a byte is allocated or read.
 
-The plan depends on names, shapes and declarations only, so all ranks make the same plan and, if it
-has problems, raise the same error, which lists all of them.
+The plan depends only on names, shapes and declarations, so all ranks make the same plan. If it has
+problems, all ranks raise the same error, which lists all problems.
 """
 
 import math
@@ -42,8 +42,8 @@ from titanlite.materialize.sources import (
 )
 from titanlite.materialize.unregistered import find_unregistered
 
-# Names that wrappers put into the path of a tensor; the plan, the random streams and checkpoints
-# leave them out.
+# Names that wrappers insert into the path of a tensor; the plan, the random streams and checkpoints
+# omit them.
 _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
 
 
@@ -52,11 +52,11 @@ class TensorEntry:
     """One tensor object of the model."""
 
     info: TensorInfo  # under its first name
-    names: tuple[str, ...]  # under which the model holds it; more than one when tied
+    names: tuple[str, ...]  # all names in the model; more than one if the tensor is tied
     source: Source
     tensor: torch.Tensor  # materialized in place: the object stays the same
     region: Region  # of the values, on this rank
-    # after materialization: the declared one for buffers that must not follow a cast of the model
+    # after materialization; the declared dtype if a buffer must not follow a cast of the model
     dtype: torch.dtype
 
     @property
@@ -80,8 +80,8 @@ class TensorEntry:
         )
 
     def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the tensor in files whose parameters have `dtype`; buffers keep
-        theirs.
+        """Return the dtype of this tensor in a file if parameters are saved in `dtype`; buffers are
+        saved in their own dtype.
         """
         if self.info.kind == "buffer":
             return self.dtype
@@ -99,13 +99,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Plan:
-    """All tensors of a model, in the model's order, and the model they belong to."""
+    """All tensors of a model, in the model's order, and the model that holds them."""
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
-    # ranks that share what this one holds (`layout.set_sharing_group`), or all
+    # ranks that share the tensors of this rank (`layout.set_sharing_group`); None: all ranks
     group: dist.ProcessGroup | None = None
-    # all ranks, with a timeout for slow reads; None: the default one
+    # group of all ranks with a timeout for slow reads; None: the default group
     waiting: dist.ProcessGroup | None = None
 
     @property
@@ -131,8 +131,8 @@ def clean_name(fqn: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorInfo]]:
-    """Yield every tensor of the model, tied ones under each of their names; parameters first, then
-    buffers.
+    """Yield every tensor of the model, first parameters, then buffers; a tied tensor is yielded
+    under each of its names.
     """
     saved = {clean_name(key) for key in model.state_dict(keep_vars=True)}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -148,7 +148,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorI
 
 
 class _Found(NamedTuple):
-    """A tensor object with what is known of it under its first name, and all its names."""
+    """A tensor object with the facts under its first name, and all its names."""
 
     tensor: torch.Tensor
     info: TensorInfo
@@ -158,10 +158,10 @@ class _Found(NamedTuple):
 def build_plan(
     model: nn.Module, sources: Sequence[SourceProvider | Mapping[str, Source]] = ()
 ) -> Plan:
-    """Find the one source of every tensor of `model`. No collective.
+    """Find the one source of every tensor of `model`, without collectives.
 
-    Raises PlanError: lists every tensor without a source or with two, unknown and missing names,
-    and shapes or dtypes that do not fit. The same on all ranks.
+    Raises PlanError: lists every tensor with no source or with two, unknown and missing names, and
+    shapes or dtypes that do not fit. All ranks raise the same error.
     """
     problems: list[str] = []
     objects: dict[int, _Found] = {}
@@ -179,7 +179,7 @@ def build_plan(
     entries = []
     for found in objects.values():
         if unfit.intersection(found.names):
-            continue  # reported already, it need not be reported as missing too
+            continue  # already reported; do not report it as missing, too
         source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
             dtype = _final_dtype(found, source, declared, problems)
@@ -196,8 +196,8 @@ def _declarations(
 ) -> dict[str, Source]:
     declared = _Claims(infos, problems)
     for raw_prefix, module in model.named_modules():
-        # On the type: a wrapper (torch.compile) forwards attributes of the inner module, which
-        # declares for itself.
+        # Look on the type: a wrapper (torch.compile) forwards attributes of the inner module, whose
+        # declaration would be used twice.
         declare = getattr(type(module), "declare_sources", None)
         if declare is None:
             continue
@@ -215,7 +215,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 class _Claims:
-    """Sources by name, each with who claims it; unknown names and second claims are problems."""
+    """Sources by name, each with its claimant; unknown names and second claims are problems."""
 
     def __init__(self, infos: Mapping[str, TensorInfo], problems: list[str]) -> None:
         self.sources: dict[str, Source] = {}
@@ -241,8 +241,8 @@ def _claims(
     infos: Mapping[str, TensorInfo],
     problems: list[str],
 ) -> tuple[dict[str, Source], list[str], set[str]]:
-    """Collect the claims of `sources` by name, the providers that must be complete, and names with
-    an unfit claim.
+    """Return the claims of `sources` by name, the names of providers that must be complete, and the
+    tensor names whose claim is invalid (`Unfit`).
     """
     claimed = _Claims(infos, problems)
     complete: list[str] = []
@@ -266,8 +266,8 @@ def _check_aliases(
     infos: Mapping[str, TensorInfo],
     problems: list[str],
 ) -> None:
-    """Check that a declared tie is one object; comparing values is meaningless on meta and
-    expensive elsewhere.
+    """Check that the names of a declared tie are one object. Comparing values would be meaningless
+    on meta and expensive on other devices.
     """
     owner_of = {name: key for key, found in objects.items() for name in found.names}
     for fqn, source in declared.items():
@@ -287,7 +287,7 @@ def _check_aliases(
 def _check_unregistered(
     model: nn.Module, objects: Mapping[int, _Found], problems: list[str]
 ) -> None:
-    """Report tensors on meta that are no parameter or buffer: they would stay there."""
+    """Report meta tensors that are neither parameters nor buffers: they would stay on meta."""
     modules = {module: clean_name(raw_prefix) for raw_prefix, module in model.named_modules()}
     fqn_of = {_memory_of(found.tensor): found.info.fqn for found in objects.values()}
     fqn_of.pop(None, None)
@@ -309,8 +309,8 @@ def _check_unregistered(
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Return what identifies the memory of a plain tensor on meta, also for views; None for
-    others.
+    """Return an identity of the memory of a plain meta tensor, the same for its views; None for
+    other tensors.
     """
     if isinstance(tensor, DTensor) or not tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -319,10 +319,9 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
-    """Report tensors on meta that cannot be filled, or that have elements in common with another
-    one.
+    """Report meta tensors that cannot be filled, or that share elements with another tensor.
 
-    Each tensor gets memory of its own, so a view would be written twice and be a view no longer.
+    Each tensor gets its own memory, so a view would be written twice and would stop being a view.
     """
     held: defaultdict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for tensor, info, _ in objects:
@@ -366,7 +365,7 @@ def _pick(
     complete: Sequence[str],
     problems: list[str],
 ) -> Source | None:
-    """Return the one source of a tensor object, or None after recording what is wrong."""
+    """Return the one source of a tensor object, or None after adding to `problems`."""
     tensor, info, names = found
     claims = {name: claimed[name] for name in names if name in claimed}
     own = {n: declared[n] for n in names if n in declared and not isinstance(declared[n], Alias)}
@@ -412,8 +411,8 @@ def _pick_claim(
                 f"{name}: '{source}' cannot give a value to a tensor on meta. Name a source that "
                 "can."
             )
-    # A checkpoint may hold a tied tensor under each of its names, and one pattern may match them
-    # all. They are one tensor, so the first is read.
+    # A checkpoint may hold a tied tensor under each of its names, and one pattern may match all of
+    # them. The names are one tensor, so only the first claim is used.
     first = next(iter(claims.values()))
     same = [
         s.reader is first.reader if isinstance(s, Read) and isinstance(first, Read) else s == first
@@ -428,8 +427,8 @@ def _pick_claim(
 def _final_dtype(
     found: _Found, source: Source, declared: Mapping[str, Source], problems: list[str]
 ) -> torch.dtype:
-    """Return the declared dtype, if any: a cast of the model on meta lost nothing yet, so a buffer
-    gets it back.
+    """Return the declared dtype if there is one: a cast on meta loses no values, so a buffer can
+    still get its declared dtype.
     """
     _, info, names = found
     wanted = next(

@@ -1,7 +1,7 @@
-"""Replicas: one rank reads what several ranks hold, and broadcasts it to the others.
+"""Replicas: if several ranks hold the same elements, one rank reads them and broadcasts.
 
-The ranks that hold the same elements follow from placements and meshes alone, so no communication
-is needed.
+Placements and meshes determine which ranks hold the same elements, so no communication is needed
+to find them.
 """
 
 import math
@@ -19,13 +19,13 @@ from titanlite.materialize.layout import is_elsewhere, local_of
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor with the replica that is in charge of it: it reads the tensor, or writes it.
+    """A tensor with its owner: the one replica that reads the tensor, or writes it.
 
     Attributes:
-        tensor: DTensor, or plain and then held by all ranks of `group`.
-        mine: this rank is in charge.
-        hops: broadcasts that bring it from the replica in charge to the others, each over one mesh
-            axis: (group, rank in the group that sends). Empty without replicas.
+        tensor: a DTensor, or a plain tensor that all ranks of `group` hold.
+        mine: this rank is the owner.
+        hops: broadcasts from the owner to the other replicas, each over one mesh axis: (group,
+            sending rank in the group). Empty without replicas.
     """
 
     tensor: torch.Tensor
@@ -36,12 +36,11 @@ class Share:
 def share_out(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> Iterator[Share]:
-    """Put one replica in charge of each tensor, in turns, so that the ranks get about equally many
-    bytes.
+    """Choose an owner among the replicas of each tensor, so that all ranks own about the same
+    number of bytes.
 
-    Every rank of `group` (None: all) must give the same tensors in the same order, and comes to the
-    same result without communication. Of tensors that others hold, no rank of the group is in
-    charge.
+    Every rank of `group` (None: all) must pass the same tensors in the same order. All ranks then
+    compute the same result without communication. Remote tensors have no owner in the group.
     """
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
@@ -79,7 +78,7 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 @torch.no_grad()
 def broadcast(shares: Iterable[Share]) -> None:
-    """Give every replica what the one in charge holds.
+    """Copy the owner's elements to the other replicas.
 
     Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same
     shares.
@@ -89,8 +88,8 @@ def broadcast(shares: Iterable[Share]) -> None:
         if not share.hops or not local.numel():
             continue
         sent = local.contiguous()
-        # The first hop reaches the ranks that differ from the one in charge in its axis only. All
-        # others get from it what a later hop replaces.
+        # The first broadcast gives correct data only to ranks that differ from the owner in its
+        # axis alone. A later broadcast overwrites the data of the remaining ranks.
         for group, source in share.hops:
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
         if sent is not local:

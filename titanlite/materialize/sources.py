@@ -3,12 +3,12 @@
 In order of precedence:
 
 1. a tensor that is not on meta keeps its value (`Keep`);
-2. the `sources` given to `materialize`: a checkpoint, or claims by name or pattern; two claims are
+2. a claim from the `sources` of `materialize`: a checkpoint, or a name or pattern; two claims are
 an error;
 3. the declaration of the module that owns the tensor (`declare_sources`); two declarations are an
 error.
 
-A tied tensor is one tensor with several names: the first name is filled, the others are `Alias`.
+A tied tensor is one tensor with several names: the first name is filled, and the rest are `Alias`.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from torch import nn
 
 from titanlite.materialize.layout import Encoding, Region
 
-_TILE = 256  # rows and columns that a recipe draws from one stream
+_TILE = 256  # rows and columns that an initializer draws from one stream
 
 
 @dataclass(frozen=True)
 class Init:
-    """A draw by a recipe from the layout-invariant generator."""
+    """Random or constant initial values, the same for every layout of the tensor."""
 
     recipe: "Recipe"
-    may_be_absent: bool = False  # a checkpoint need not have the tensor; then the recipe is used
-    dtype: torch.dtype | None = None  # the tensor keeps it when the model is cast
+    may_be_absent: bool = False  # a checkpoint may omit the tensor; then it is initialized
+    dtype: torch.dtype | None = None  # the tensor has this dtype even if the model is cast
 
     def __str__(self) -> str:
         return f"init {self.recipe}"
@@ -44,7 +44,7 @@ class Compute:
     """A pure function of the configuration (rotary frequencies, position ids)."""
 
     function: Callable[[], torch.Tensor]  # returns the whole tensor on CPU; called once per rank
-    dtype: torch.dtype | None = None  # as of `Init`
+    dtype: torch.dtype | None = None  # as in `Init`
 
     def __str__(self) -> str:
         return f"compute {getattr(self.function, '__name__', 'function')}"
@@ -52,8 +52,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Alias:
-    """Tied: the same tensor object as `target`. Values are never compared: on meta there are
-    none.
+    """A tie: the same tensor object as `target`. Values are never compared, because meta tensors
+    have none.
     """
 
     target: str
@@ -72,8 +72,8 @@ class Keep:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read: `region` of tensor `name`, encoded if need be, goes into `destination`, which is
-    contiguous.
+    """One read: `region` of tensor `name` is written into the contiguous `destination`, encoded if
+    `encoding` is given.
     """
 
     name: str
@@ -83,10 +83,10 @@ class ReadRequest:
 
 
 class TensorReader(Protocol):
-    """A store of named tensors that can read parts of them; `name` is for messages."""
+    """A store of named tensors that reads parts of them; `name` is for messages."""
 
     name: str
-    # `read` checks, before it reads, that it will write every element of each destination
+    # True if `read` checks in advance that it will write every element of each destination
     proves_coverage: bool
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
@@ -95,14 +95,14 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class Read:
-    """Read from a checkpoint; all reads of one reader are handed over together, to be sorted by
-    file offset.
+    """A read from a checkpoint. A reader gets all its reads in one call, so that it can sort them
+    by file offset.
     """
 
     reader: TensorReader
     name: str
     shape: tuple[int, ...]
-    # stored in float32 among tensors of fewer bits; saved in float32 again
+    # stored in float32 while other tensors have fewer bits; will be saved in float32 again
     keeps_float32: bool = False
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ Source = Init | Compute | Alias | Keep | Read
 
 @dataclass(frozen=True)
 class Unfit:
-    """A claim that cannot be used: the provider's tensor of this name does not fit. The plan lists
+    """An invalid claim: the provider's tensor of this name does not fit the model. The plan reports
     `reason`.
     """
 
@@ -137,18 +137,19 @@ class SourceProvider(Protocol):
     """A claimant of sources for tensors, by their names; `name` is for messages."""
 
     name: str
-    complete: bool  # it must cover every persistent tensor that does not declare `may_be_absent`
+    # True if it must claim every persistent tensor that does not declare `may_be_absent`
+    complete: bool
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        """Claim (fully qualified name, source). Unknown names and double claims are reported as
-        such.
+        """Yield claims (fully qualified name, source). The plan reports unknown names and double
+        claims.
         """
         ...
 
 
 class Patterns:
-    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. One that matches nothing
-    is an error.
+    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. A pattern that matches
+    nothing is an error.
     """
 
     def __init__(self, claims: Mapping[str, Source]) -> None:
@@ -162,17 +163,17 @@ class Patterns:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A distribution to draw one tensor from, with a counter-based generator that is independent of
+    """An initializer of one tensor: a distribution with a counter-based generator, independent of
     sharding.
 
     The global tensor, seen as (rows, last dim), is cut into tiles of 256 x 256. Each tile has its
-    own Philox stream, keyed by (seed, tensor name, tile row, tile column). A rank draws, on the
-    host, the tiles that overlap its shard: O(shard) time and memory, and the same bits on every
-    mesh and device. PyTorch's own DTensor initialization gives every rank of a CPU mesh the same
-    numbers, and on CUDA depends on the layout.
+    own Philox stream, keyed by (seed, tensor name, tile row, tile column). A rank draws on the host
+    the tiles that overlap its shard. This takes O(shard) time and memory, and gives the same bits
+    on every mesh and device. PyTorch's own DTensor initialization gives every rank of a CPU mesh
+    the same numbers, and depends on the layout on CUDA.
     """
 
-    # index along dim 0 that is zero instead (`padding_idx`), from the end if negative
+    # index along dim 0 of a row of zeros (`padding_idx`), counted from the end if negative
     zero_row: int | None = None
 
     def __str__(self) -> str:
@@ -275,11 +276,11 @@ class Constant(Recipe):
         local.fill_(self.value)
 
 
-def Zeros() -> Constant:  # noqa: N802 - reads as a recipe next to Normal
-    """Return the recipe of zeros."""
+def Zeros() -> Constant:  # noqa: N802 - named like the class Normal
+    """Return the initializer with zeros."""
     return Constant(value=0.0)
 
 
 def Ones() -> Constant:  # noqa: N802
-    """Return the recipe of ones."""
+    """Return the initializer with ones."""
     return Constant(value=1.0)

@@ -1,8 +1,8 @@
-"""Tensors that a module holds without registering them: they have no source, so on meta they must
-not be there.
+"""Search for meta tensors that a module holds without registering them: they have no source, so
+they are an error.
 
-torch computes with a CPU tensor and one on meta without an error, and the results are arbitrary
-memory.
+Without this search they would go unnoticed: torch computes with a CPU tensor and a meta tensor
+without an error, and the results are arbitrary memory.
 """
 
 import gc
@@ -16,9 +16,8 @@ from torch import nn
 from titanlite.materialize.sources import Alias, Compute, Init, Keep, Read
 
 _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FrameType, GeneratorType)
-_SOURCES = (Init, Compute, Alias, Keep, Read)  # what they recorded is in no forward
-# Torch's own machinery (meshes, FSDP, compiled graphs), which follows the model's tensors by
-# itself.
+_SOURCES = (Init, Compute, Alias, Keep, Read)  # forwards do not use tensors inside a source
+# torch's own objects (meshes, FSDP, compiled graphs), which torch updates when tensors change.
 _MACHINERY = ("torch._", "torch.distributed.", "torch.fx.", "torch.utils.")
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))  # registered tensors and modules, and hooks
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -27,13 +26,13 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 def find_unregistered(
     model: nn.Module, names: Mapping[nn.Module, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, tensor) for each attribute that leads to a meta tensor that is none of the
-    model's own: the path of the attribute, and the first such tensor.
+    """Yield (path of the attribute, first tensor found) for each attribute that leads to a meta
+    tensor which the model did not register.
 
-    The search begins at the modules in `names`. It goes through all that their attributes, and
-    those of their classes, refer to: containers, unregistered modules, objects, bound methods and
-    closures. It visits each object once, and enters no Python modules, classes, globals of
-    functions, or hooks.
+    The search begins at the modules in `names`. It follows the attributes of the modules and of
+    their classes through containers, unregistered modules, objects, bound methods and closures. It
+    visits each object once, and does not enter Python modules, classes, globals of functions, or
+    hooks.
     """
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     seen = set(map(id, names))
@@ -65,8 +64,8 @@ def _referents(value: Any) -> list[Any]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of a module's tensors, modules and other attributes, and of the tensors
-    and containers that its classes hold, such as a cache.
+    """Yield (name, object) for a module's tensors, modules and other attributes, and for tensors
+    and containers in its classes, such as a cache.
     """
     for registered in _REGISTERED:
         yield from vars(module)[registered].items()
