@@ -1,9 +1,9 @@
 """Differentiable collectives as torch operators: gather and scatter along a dim, sum, all-to-all of
 rows.
 
-As operators (`titanlite::...`) with fake kernels they can be kept by selective activation
-checkpointing, and do not break a compiled graph. A process group is passed by name, because
-operators take no objects.
+Because they are operators (`titanlite::...`) with fake kernels, selective activation checkpointing
+can save their results, and they do not break a compiled graph. A process group is passed by name,
+because operators take no objects.
 
 Collectives: every rank of the group must call, in the same order.
 """
@@ -14,23 +14,23 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed both and warns about the old names; 2.11 has only those.
+# torch 2.13 renamed both and warns about the old names; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Weak: a group keeps connections and threads as long as it is referenced.
+# Weak references: a group keeps connections and threads as long as it is referenced.
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def register_group(group: dist.ProcessGroup) -> str:
-    """Make `group` known to the operators; returns its name."""
+    """Register `group` for the operators and return its name."""
     _groups[group.group_name] = group
     return group.group_name
 
 
 @torch.library.custom_op("titanlite::all_gather", mutates_args=())
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Concatenate the ranks' equal pieces along `dim`; the gradient is reduce-scattered."""
+    """Concatenate the ranks' pieces of equal size along `dim`; the gradient is reduce-scattered."""
     size = _groups[group].size()
     pieces = x.new_empty(size, *x.shape)
     all_gather_single(pieces.flatten(0, 1), x.contiguous(), group=_groups[group])
@@ -39,7 +39,7 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("titanlite::reduce_scatter", mutates_args=())
 def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's equal piece along `dim`; the gradient is
+    """Sum over the ranks and return this rank's piece of equal size along `dim`; the gradient is
     all-gathered.
     """
     size = _groups[group].size()
@@ -51,7 +51,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("titanlite::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Sum over the ranks; the gradient, of which each rank holds a part, is summed as well."""
+    """Sum over the ranks; the gradient, a partial sum on each rank, is summed as well."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=_groups[group])
     return out
@@ -59,9 +59,11 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("titanlite::gather_parts", mutates_args=())
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    """Concatenate the ranks' equal pieces along `dim`, for what every rank then computes alike.
+    """Concatenate the ranks' pieces of equal size along `dim`. Use it if all ranks compute the same
+    with the result.
 
-    All ranks know the one gradient of the result, and each keeps its piece.
+    All ranks then have the same gradient of the result, so backward selects the rank's piece of it,
+    without communication.
     """
     return all_gather(x, dim, group)
 
@@ -70,8 +72,8 @@ def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
 def all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> torch.Tensor:
-    """Send `input_splits[r]` rows of x to each rank r, receive `output_splits[r]`; the gradient
-    goes back alike.
+    """Send `input_splits[r]` rows of x to each rank r, and receive `output_splits[r]` rows from it;
+    the gradient takes the reverse way.
     """
     out = x.new_empty(sum(output_splits), *x.shape[1:])
     dist.all_to_all_single(
@@ -83,8 +85,8 @@ def all_to_all(
 def start_all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start an `all_to_all` that overlaps with kernels: read the result after `wait` of the
-    second.
+    """Start an `all_to_all` that overlaps with kernels. The result may be read after `wait` of the
+    returned work.
     """
     out, splits = (
         x.new_empty(sum(output_splits), *x.shape[1:]),
@@ -96,9 +98,7 @@ def start_all_to_all(
 
 
 def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """Return the piece of rank `rank` of `x`, which `size` ranks have alike, split evenly along
-    `dim`; a view.
-    """
+    """Return the piece of rank `rank`, a view, if `size` ranks split `x` evenly along `dim`."""
     return x.unflatten(dim, (size, -1)).select(dim, rank)
 
 

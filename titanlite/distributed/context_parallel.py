@@ -1,17 +1,17 @@
-"""Context parallelism by exchanging heads for positions (DeepSpeed-Ulysses, arXiv:2309.14509), for
-a decoder on meta.
+"""Context parallelism by an all-to-all between heads and positions (DeepSpeed-Ulysses,
+arXiv:2309.14509), for a decoder on meta.
 
-The ranks of a group get the same sequences, and each holds S / n positions of every one from the
-embedding to the loss. Only attention needs all positions: one all-to-all turns a piece of the
-sequence with all heads into the whole sequence with some heads, and another one turns it back. So
+The ranks of a group get the same sequences. From the embedding to the loss, each rank holds S / n
+positions of every sequence. Only attention needs all positions: one all-to-all turns a piece of the
+sequence with all heads into the whole sequence with some heads, and a second one reverses this. So
 each attention backend, packed documents and the cache work as on one rank.
 
-FSDP shards parameters over these ranks too, and so adds up the gradients of all positions. Tensor
-parallelism, applied after it, splits a rank's piece of the sequence and its heads once more.
+FSDP shards parameters over these ranks too, and so sums the gradients of all positions. Tensor
+parallelism is applied later, and splits a rank's piece of the sequence and its heads once more.
 
 Shapes: B batch, S sequence, n ranks, s = S / n positions of a rank, H query heads, G key/value
-heads, h, g those of one rank inside attention, K width of a query or key head, V of a value head, D
-hidden.
+heads, h and g query and key/value heads of one rank inside attention, K width of a query or key
+head, V width of a value head, D hidden.
 """
 
 from functools import partial
@@ -35,8 +35,8 @@ _SEQUENCE_DIM, _HEADS_DIM = 1, 2
 
 
 class Peers(NamedTuple):
-    """The ranks that hold the pieces of a sequence: their group's name, how many, and which of them
-    this one is.
+    """The ranks that hold the pieces of a sequence: the name of their group, its size, and this
+    rank's number in it.
     """
 
     group: str
@@ -45,12 +45,12 @@ class Peers(NamedTuple):
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Split every sequence that `model` is called with over the ranks of `group`, in their order.
+    """Split every sequence that `model` is called with over the ranks of `group`, in rank order.
 
-    The model is called as before, with whole sequences, the same on all these ranks: tokens,
-    labels, positions and documents. Losses and logits are those of whole sequences, alike on all
-    ranks; balance losses are sums over a rank's own positions. No collective is run; the model may
-    be on meta.
+    The model is called as before with whole sequences (tokens, labels, positions and documents),
+    which are the same on all these ranks. Losses and logits cover whole sequences, and are equal on
+    all ranks. Balance losses are sums over a rank's own positions. This function runs no
+    collective; the model may be on meta.
 
     Collectives of a forward: two all-to-alls per layer, a sum of counts per MoE layer with a
     balance loss, and a gather of the losses or logits; backward has the same number of all-to-alls.
@@ -73,12 +73,13 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _gather_positions(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Exchange s positions of all heads for all positions of a rank's share of them, of all tensors
-    before the first other argument at once.
+    """Exchange s positions of all heads for all positions of this rank's heads.
+
+    One all-to-all moves all leading tensor arguments together.
     """
     is_other = (number for number, x in enumerate(args) if not isinstance(x, torch.Tensor))
     count = next(is_other, len(args))
-    # of heads that several ranks need, each gets a copy
+    # if several ranks need the same head, each gets a copy
     repeats = [max(peers.size // x.shape[_HEADS_DIM], 1) for x in args[:count]]
     heads = [
         x.repeat_interleave(n, dim=_HEADS_DIM) if n > 1 else x
@@ -103,7 +104,7 @@ def _gather_heads(
 
 
 def _exchange(x_n: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """Send slice r of the first dim to rank r; receive one from each, in the order of the ranks."""
+    """Send slice r of the first dim to rank r; return the received slices in rank order."""
     ones = [1] * peers.size
     return all_to_all(x_n, ones, ones, peers.group)
 
@@ -113,7 +114,7 @@ def _own(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 
 def _keep_own_tokens(module: nn.Module, args: Any, *, peers: Peers) -> Any:
-    """Give the embedding this rank's tokens, and the rotary table their positions."""
+    """Pass only this rank's tokens to the embedding, or their positions to the rotary table."""
     whole_BS, *rest = args
     return _own(whole_BS, peers), *rest
 
@@ -124,7 +125,7 @@ def sequence_part(peers: Peers) -> SequencePart:
 
 
 def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers) -> Any:
-    """Give the output head this rank's labels; `select` still selects from all positions."""
+    """Pass only this rank's labels to the output head; `select` still sees all positions."""
     hidden_BsD, *rest = args
     if rest and rest[0] is not None:
         rest[0] = _own(rest[0], peers)
@@ -138,12 +139,12 @@ def _keep_own_labels(module: nn.Module, args: Any, kwargs: Any, *, peers: Peers)
 def _gather_results(
     module: nn.Module, args: Any, kwargs: Any, out: torch.Tensor, *, peers: Peers
 ) -> torch.Tensor:
-    """Return the results of all positions, or the sum of the ranks' losses, bit-identical on all
-    ranks.
+    """Return the results of all positions, or the sum of the ranks' losses, with the same bits on
+    all ranks.
     """
     if kwargs.get("select") is not None:
         return out
     if out.dim() == 0:
         return gather_parts(out.view(1), 0, peers.group).sum()
-    # FSDP2 wants no view as a module's result
+    # FSDP2 does not accept a view as a module's result
     return gather_parts(out, _SEQUENCE_DIM, peers.group).clone()

@@ -1,8 +1,8 @@
-"""Expert parallelism: experts are split over a mesh axis, tokens travel to them and back. Rank r of
-n holds experts r * E / n to (r + 1) * E / n.
+"""Expert parallelism: experts are split over a mesh axis; all-to-alls send tokens to the experts'
+ranks and the results back. Rank r of n holds experts r * E / n to (r + 1) * E / n.
 
-Shapes: T tokens, k experts per token, C copies sent, P received, which become Q rows, E experts, e
-= E / n local ones, D hidden.
+Shapes: T tokens, k experts per token, C token copies sent, P token copies received, Q (token,
+expert) rows made of them, E experts, e = E / n local experts, D hidden.
 """
 
 from typing import Any
@@ -27,12 +27,12 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
     """Split the experts of every MoE layer over the one-axis `mesh`, in place, and dispatch tokens
     by all-to-all.
 
-    Attributes of parameters are kept. No collective is run; the model may be on meta.
+    Parameters keep their attributes. This function runs no collective; the model may be on meta.
 
     Raises ConfigError as `Model.split_experts`.
     """
-    # Not compiled: ranks compile for different numbers of rows, and two graphs may order the same
-    # independent collectives differently, which is a deadlock.
+    # The dispatcher is not compiled: ranks compile for different numbers of rows, and two graphs
+    # may order the same independent collectives differently, which is a deadlock.
     dispatch: Any = torch.compiler.disable(ExpertParallelDispatcher(mesh.get_group()).dispatch)
     for experts in model.split_experts():
         shard_parameters(experts, mesh, {param: Shard(0) for param in experts.parameters()})
@@ -41,13 +41,13 @@ def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:
 
 class ExpertParallelDispatcher:
     """Token dispatcher over a process group: all-to-all to the experts' ranks, grouped GEMM there,
-    all-to-all back. A token goes once to each rank that holds any of its experts; their results are
-    summed there.
+    all-to-all back. A token is sent once to each rank that holds any of its experts, and that rank
+    sums the results of these experts.
 
     Collectives: five per forward (counts, expert ids, tokens, weights, results); every rank of the
-    group must call, with the same number of experts. One copy of the split sizes to the host per
-    call, the only synchronization point. A recomputation of the layer repeats the exchange of
-    tokens only: it keeps the forward's routing and needs no results.
+    group must call, with the same number of experts. Each call copies the split sizes to the host
+    once; this is the only synchronization point. A recomputation of the layer repeats only the
+    all-to-all of tokens: it reuses the forward's routing and does not need the results.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -70,16 +70,18 @@ class ExpertParallelDispatcher:
         return _Return.apply(y_PD, token_C, rows_Tk, travel)
 
     def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
-        """Return token and experts of each copy sent, and the order of the rows received.
+        """Decide which token copies go to which rank, exchange expert ids, and group the received
+        rows by expert.
 
-        `rows_Tk` are the copies of each token, `rows_Pk` the rows of each copy received: k or
-        fewer.
+        In the result, `rows_Tk` lists the copies sent of each token, and `rows_Pk` lists the rows
+        made of each received copy, at most k.
         """
         size = self._size
         local = num_experts // size
-        # A token goes to each rank once, whichever of its experts are there. Its choices are sorted
-        # by a key: the rank for the first choice of that rank, a copy to send; rank + size for a
-        # further one, which is only counted, so that the receiver knows its number of rows.
+        # A token is sent to a rank once, even if several of its experts are there. Its choices are
+        # sorted by a key. The key of the first choice on a rank is the rank: this copy is sent. The
+        # key of a further choice there is rank + size: it is only counted, so that the receiver
+        # knows its number of rows.
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
         key_R, _, token_R, rows_Tk = sort_rows(rank_Tk + size * is_again_Tk)
@@ -92,7 +94,7 @@ class ExpertParallelDispatcher:
         )
         token_C = token_R[: sum(send)]
         rank_C1 = key_R[: sum(send)].unsqueeze(1)
-        # Local ids; those of experts elsewhere become `local` or more.
+        # Local expert ids; experts of other ranks get an id of `local` or more.
         ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) - local * rank_C1) % (2 * num_experts)
         ids_Pk = all_to_all(ids_Ck, receive, send, self._name)
         order_Q, token_Q, rows_Pk, ends_e = group_by_expert(ids_Pk, local, num_rows)
@@ -101,8 +103,8 @@ class ExpertParallelDispatcher:
     def _splits(
         self, sent_n2: Tensor, received_n2: Tensor, shape: torch.Size, num_experts: int
     ) -> tuple[list[int], list[int], int]:
-        """Return the numbers of copies sent to each rank and received from each, and of the rows
-        received.
+        """Return the number of copies sent to each rank, the number received from each rank, and
+        the number of rows received.
         """
         sent, received = torch.stack([sent_n2, received_n2]).tolist()  # synchronization point
         stand_in = find_stand_in("expert_splits")
@@ -114,8 +116,10 @@ class ExpertParallelDispatcher:
 
 
 class _Travel:
-    """All-to-alls of one dispatch. In backward, that of the results' gradients may overlap with the
-    recomputation of the layer, and that of the tokens' gradients with the weight gradients: see
+    """All-to-alls of one dispatch.
+
+    In backward, the all-to-all of the results' gradients may overlap with the recomputation of the
+    layer, and the all-to-all of the tokens' gradients with the weight gradients: see
     `ops.moe_experts.Travel`.
     """
 
@@ -142,10 +146,11 @@ class _Travel:
 
 
 class _Send(torch.autograd.Function):
-    """All-to-all of the tokens to the ranks of their experts. In backward the exchange may be in
-    flight already.
+    """All-to-all of the tokens to the ranks of their experts. In backward the all-to-all of the
+    gradients may already be in flight.
 
-    With `order_Q` it sends the weights of all choices, and each row received takes its own.
+    With `order_Q` it sends the router weights of all choices, and selects the weight of each
+    received row.
     """
 
     @staticmethod
@@ -175,10 +180,10 @@ class _Send(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """All-to-all of the results back to their tokens' ranks, where they are summed.
+    """All-to-all of the results back to their tokens' ranks, which sum them.
 
     No tensor is saved for backward: a recomputation stops after the last saved tensor, so it skips
-    this exchange.
+    this all-to-all.
     """
 
     @staticmethod

@@ -2,9 +2,9 @@
 ranks.
 
 Experts are separate FSDP units if they are on the sparse mesh. Over one rank FSDP would only cast
-and copy: what no other rank shares is outside of it, and is read as `WeightCopies`. Gradients are
-summed, never averaged: the loss is divided by the global number of valid tokens, so that dense and
-expert gradients scale alike.
+and copy, so parameters that no other rank shares are outside FSDP, and are read as `WeightCopies`.
+Gradients are summed, never averaged: the loss is divided by the global number of valid tokens, so
+that dense and expert gradients have the same scale.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +37,8 @@ from titanlite.models.moe import Experts
 def mixed_precision_dtypes(
     training: TrainingSection, device_type: str
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Return (parameter and activation dtype, gradient reduction dtype) that the configuration asks
-    for here.
+    """Return (parameter and activation dtype, gradient reduction dtype) of the configuration on
+    this type of device.
     """
     param = training.mixed_precision_param
     if param == "auto":
@@ -67,12 +67,12 @@ def apply_fsdp(
     *,
     is_compiled: bool = False,
 ) -> None:
-    """Shard `model` in place, on meta. Attributes that were set on parameters are carried over.
+    """Shard `model` in place, on meta. Parameters keep attributes that were set on them.
 
-    Units: each decoder layer, its experts if they live on another mesh, the embedding, and final
-    norm with output head. Tied embedding and head are in the root unit. In a model of transformers
-    the blocks of a vision tower are layers too, and everything outside of layers is in the root
-    unit. Where no other rank shares a parameter of the model, there is no unit.
+    The FSDP units are each decoder layer, its experts if they are on another mesh, the embedding,
+    and the final norm with the output head. Tied embedding and head are in the root unit. In a
+    transformers model the blocks of a vision tower are layers too, and everything outside of layers
+    is in the root unit. If no other rank shares a parameter of the model, there are no units.
     """
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
     layers = model.decoder_layers()
@@ -80,7 +80,7 @@ def apply_fsdp(
         layer: list(model.experts_in(layer)) if dims.degrees.experts_on_own_mesh else []
         for layer in layers
     }
-    # A compiled layer would be cut at each copy.
+    # A compiled layer would have a graph break at each copy.
     allows_copies = (
         model.reads_local_tensors
         and not is_compiled
@@ -101,8 +101,8 @@ def apply_fsdp(
     attributes = {
         name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)
     }
-    # Inputs are not cast: activations have the parameters' dtype from the embedding on, and the
-    # exceptions (the router's weights of the rows, which enter the experts) are float32 on purpose.
+    # Inputs are not cast: activations have the parameters' dtype from the embedding on. The router
+    # weights of rows, which enter the experts, are float32 on purpose.
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -121,14 +121,14 @@ def apply_fsdp(
     if len({p.dtype for p in trained if p not in wide}) > 1:
         wide |= {p for p in trained if p.dtype == torch.float32}
     if wide:
-        # A unit has one dtype, so what is kept in float32 is the root's. It is small, and gathered
-        # as it is.
+        # A unit has one dtype, so float32 parameters form the root unit. They are small, and are
+        # gathered without a cast.
         as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         others = {*model.parameters()} - wide
         fully_shard(
             model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": as_is, "ignored_params": others}
         )
-        sharded = {*model.parameters()} - others  # which took the places of `wide`
+        sharded = {*model.parameters()} - others  # they replaced the parameters in `wide`
         root = next(model.children())
         ignored = ignored | sharded
         tied = [module for module in model.embedding_and_head() if module is not None]
@@ -137,7 +137,7 @@ def apply_fsdp(
     if ignored:
         shared["ignored_params"] = ignored
     for layer in layers:
-        # The last layer's parameters are needed again at once, when backward begins.
+        # Backward begins with the last layer and needs its parameters immediately.
         last = layer is layers[-1] and dims.is_last_stage
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
         options = shared | {"reshard_after_forward": reshard_layer, "shard_placement_fn": placement}
@@ -174,12 +174,13 @@ def apply_fsdp(
 def prepare_backward(
     model: Model, dims: ParallelDims, *, is_last: bool, once_per_step: bool
 ) -> None:
-    """Say whether the next backwards run the once-per-step work, which the last micro-batch's does.
+    """Set whether the next backwards finish the reduction of gradients. Only the last micro-batch
+    of a step does; in a new model every backward does.
 
-    A new model does so in every backward. The work is the all-reduce of gradients over
-    `dp_replicate`, the slowest links; until then gradients are in FSDP's own buffers, not in
-    `grad`. With `once_per_step` it is every reduction of gradients, and gathered parameters are
-    kept until then.
+    Without `once_per_step`, the other micro-batches skip only the all-reduce over `dp_replicate`,
+    which has the slowest interconnect. With it, they skip every reduction of gradients and leave
+    the parameters gathered. Until the last micro-batch, gradients are in FSDP's own buffers instead
+    of `grad`.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -194,11 +195,11 @@ def prepare_backward(
 
 @contextmanager
 def forward_only(model: nn.Module, *, reshard: bool = True) -> Iterator[None]:
-    """Run forwards in evaluation mode and without gradients in the body. Every forward that no
-    backward follows runs here.
+    """Run the forwards in the body in evaluation mode and without gradients. Every forward that has
+    no backward must run in this context.
 
-    FSDP2 reshards the last layer and the root only after a backward. Left gathered, they would hide
-    a later change of the weights from the next forward. `reshard` is False where the caller's own
+    FSDP2 reshards the last layer and the root only after a backward. If they stayed gathered, the
+    next forward would not see a later change of the weights. `reshard` is False if the caller's own
     forward or backward uses the gathered weights, and no weight changes before it.
     """
     was_training = model.training
@@ -214,11 +215,11 @@ def forward_only(model: nn.Module, *, reshard: bool = True) -> Iterator[None]:
 
 
 def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Parameter], Shard | None]:
-    """Split experts along dim 1 where there are more ranks than experts; everything else along dim
-    0.
+    """Return the rule for splits: experts along dim 1 if there are more ranks than experts, all
+    other parameters along dim 0.
 
-    Those of transformers stay on dim 0, because other dims need not be divisible: surplus ranks
-    hold none.
+    Experts of transformers stay on dim 0, because other dims may not be divisible: surplus ranks
+    hold no expert.
     """
     if not model.splits_inside_experts:
         return lambda param: None
@@ -236,7 +237,7 @@ def _expert_placement(model: Model, dims: ParallelDims) -> Callable[[nn.Paramete
             return None
         if dim == 0 or id(param) not in adapters:
             return Shard(dim)
-        # FSDP2 wants equal parts on other dims than the first, and a rank need not be divisible.
+        # FSDP2 requires equal parts on dims other than 0, and the LoRA rank may not be divisible.
         even = [d for d in (1, 2) if param.shape[d] % dims.degrees.efsdp == 0]
         return Shard(max(even, key=lambda d: param.shape[d], default=0))
 
@@ -251,8 +252,8 @@ def _find_whole(
     *,
     allows_copies: bool,
 ) -> set[nn.Parameter]:
-    """Return the parameters that no other rank shares and that are read in `dtype` without FSDP:
-    all of them, those of the experts in `units`, or none.
+    """Return the parameters that no other rank shares and that can be read in `dtype` without FSDP:
+    all parameters, only the experts in `units`, or none.
     """
     d = dims.degrees
     modules = [module for experts in units.values() for module in experts]
@@ -294,9 +295,9 @@ class WeightCopies:
     `local_tensor` reads a parameter through its attribute `copies`.
 
     Attributes:
-        by_param: local copies, each with the state it was made at: the version of the parameter,
-            and the number of steps of all optimizers, because fused ones change a tensor without a
-            new version.
+        by_param: local copies, each with the version of the parameter and the number of optimizer
+            steps when the copy was made. Both are needed, because fused optimizers change a tensor
+            without a new version.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -319,7 +320,9 @@ class WeightCopies:
 
 
 def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return the local gradient of `param`, and whether it has values."""
+    """Return the local gradient of `param`, and whether it holds values yet; False means a new
+    tensor that must be overwritten.
+    """
     if param.grad is not None:
         return local_of(param.grad), True
     total = torch.empty_like(local_of(param))
@@ -337,8 +340,8 @@ class _ReadCopy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        """Add the gradient here and return none: autograd would cast it first, and add it in a
-        second pass. A product that has added it by itself gives none.
+        """Add the gradient to `grad` here and return None: autograd would cast it first, and add
+        it in a second pass. `grad` is None if the matmul has added the gradient already.
         """
         param = ctx.param
         if grad is None:
@@ -351,22 +354,23 @@ class _ReadCopy(torch.autograd.Function):
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """Turn backward prefetching off, for units that are gathered once per step and for a pipeline
+    """Turn off backward prefetching, for units that are gathered once per step and for a pipeline
     stage's first units.
 
-    FSDP2 lists the units of all micro-batches together, and would gather the last one again before
-    the first.
+    FSDP2 keeps one list of units over all micro-batches, so it would prefetch the last unit again
+    before the first one.
     """
     modules: Any = units  # FSDPModules, which their static type does not show
     for module in modules:
-        module.set_modules_to_backward_prefetch([module])  # none would be the default
+        module.set_modules_to_backward_prefetch([module])  # an empty list means the default
 
 
 def _prefetch_explicitly(units_of_layers: list[list[nn.Module]]) -> None:
-    """Order the all-gathers of each layer's FSDP units, itself first, by hand.
+    """Set the order of the all-gathers explicitly; each list holds the FSDP units of a layer, with
+    the layer first.
 
-    The host copy of the split sizes in each MoE layer stops implicit prefetching, and where
-    forwards run ahead, FSDP2 forgets the order of units after a backward.
+    Implicit prefetching does not work here: the host copy of the split sizes in each MoE layer
+    blocks it, and if forwards run ahead, FSDP2 forgets the order of units after a backward.
     """
     layers: Any = units_of_layers  # of FSDPModules
     for here, following in pairwise(layers):

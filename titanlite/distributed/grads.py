@@ -1,5 +1,5 @@
-"""Gradients after the last backward: which parameters have one, sums for replicated parameters of
-tensor parallelism, global norm and clipping.
+"""Gradients after the last backward: parameters without a gradient, sums for parameters that tensor
+parallelism replicates, global norm and clipping.
 """
 
 import re
@@ -20,10 +20,11 @@ def find_unreached(model: nn.Module, device: torch.device) -> list[str]:
     """Return the names of the trained parameters that have no gradient on any rank, after the last
     backward of a step.
 
-    Such a parameter has no part in the loss: autograd leaves `grad` None, and so does FSDP2. Zeros
-    count as a gradient. LoRA's A has only zeros in its first step, and fused experts that no token
-    chose have them in any; both are trained. An expert that is a module of its own has None until a
-    token chooses it, so the experts of a layer count together.
+    Such a parameter does not contribute to the loss: autograd leaves its `grad` None, and so does
+    FSDP2. Zeros count as a gradient: LoRA's A has only zeros in its first step, and a fused expert
+    has them in every step in which no token chose it, but both are trained. If each expert is a
+    separate module, its `grad` is None until a token chooses it, so the experts of a layer are
+    counted together.
 
     Collectives: one all-reduce over the default process group, on `device`; every rank must call.
     """
@@ -51,9 +52,9 @@ def reduce_replicated_grads(params: Iterable[torch.nn.Parameter], dims: Parallel
     """Sum the gradients of tp-replicated parameters (norms, routers, some biases) over the tp
     ranks, in place.
 
-    Each tp rank holds other tokens or other heads, so its gradient is a part of the sum. One flat
-    all-reduce per step, over shards that FSDP has reduced, takes the place of five small ones per
-    layer and micro-batch. Call it after the last backward, before gradients are read.
+    Each tp rank holds different tokens or heads, so its gradient is a partial sum. One flat
+    all-reduce per step, over shards that FSDP has reduced, replaces five small all-reduces per
+    layer and micro-batch. Call this after the last backward and before gradients are read.
 
     Collectives: one all-reduce over tp per gradient dtype; every rank must call.
     """
@@ -83,12 +84,12 @@ def measure_grads(
     groups: Mapping[str, Sequence[torch.nn.Parameter]], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
     """Return this rank's summand of the square of the 2-norm of the gradients, a float64 scalar,
-    after any backward of a step; the gradients stay as they are.
+    after any backward of a step. The gradients are not changed.
 
-    FSDP must have reduced them in that backward: `prepare_backward` with `is_last`. `device` is the
-    gradients'.
+    FSDP must have reduced the gradients in that backward: `prepare_backward` with `is_last`.
+    `device` is the device of the gradients.
 
-    Collectives: those of `reduce_replicated_grads`; every rank must call.
+    Collectives: see `reduce_replicated_grads`; every rank must call.
     """
     params = [param for group in groups.values() for param in group]
     summands = [(grad, grad.clone()) for grad in _replicated_grads(params)]
@@ -106,12 +107,12 @@ def clip_grad_norms(
     sharing: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip the gradients of all groups together; return their total 2-norm before, and that of each
-    group (groups,), float32.
+    """Clip the gradients of all groups together; return the total 2-norm before clipping and the
+    norm of each group (groups,), both float32.
 
-    Parameters may live on several meshes, where `torch.nn.utils.clip_grad_norm_` raises. A norm
-    that is not finite leaves the gradients as they are; the caller must not step. A `max_norm` of 0
-    only computes the norms. `sharing` and `device` are as in `sum_squares`.
+    Parameters may be on several meshes, for which `torch.nn.utils.clip_grad_norm_` raises. If the
+    norm is not finite, the gradients are not changed, and the caller must not step. A `max_norm` of
+    0 only computes the norms. `sharing` and `device` are as in `sum_squares`.
 
     Collectives: one all-reduce over the default process group; every rank must call, with the same
     groups.
@@ -136,16 +137,18 @@ def sum_squares(
     sharing: dist.ProcessGroup | None,
     device: torch.device | None,
 ) -> torch.Tensor:
-    """Sum the squares of this rank's shards of the gradients of each group, (groups,) float64; each
-    shard is divided by the number of ranks that hold it, so that the sum over all ranks is right.
+    """Sum the squares of this rank's shards of the gradients of each group, (groups,) float64. Each
+    shard's sum is divided by the number of ranks that hold it, so that the sum over all ranks is
+    correct.
 
-    `sharing` are the ranks that share this rank's parameters: those of its pipeline stage, or all
-    (None). `device` is the gradients'.
+    `sharing` has the ranks that share this rank's parameters: its pipeline stage, or all ranks
+    (None). `device` is the device of the gradients.
     """
     num_sharing = dist.get_world_size(sharing)
-    # By replicas and group: kernels over many gradients at once, however many groups there are.
+    # Sorted by replicas, not by group, so that one kernel handles many gradients even if there are
+    # many groups.
     found: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    # cached by layout: looking up a mesh is slow, and parameters are many
+    # cached by layout: looking up a mesh is slow, and there are many parameters
     replicas_of: dict[object, int] = {}
     for index, params in enumerate(groups.values()):
         for grad in (param.grad for param in params if param.grad is not None):
@@ -153,15 +156,15 @@ def sum_squares(
             if layout not in replicas_of:
                 replicas_of[layout] = num_replicas(grad, num_sharing)
             found[replicas_of[layout]].append((index, local_of(grad)))
-    # Squares are summed in float64 on every device: the sum of a large model's squares outgrows
-    # float32's 24 bits.
+    # Squares are summed in float64 on every device: float32's 24 bits are too few for the sum of a
+    # large model.
     squares = torch.zeros(len(groups), dtype=torch.float64, device=device)
     for replicas, entries in found.items():
         local = [grad for _, grad in entries]
         # bfloat16 would round the norms to 8 bits
         dtype = torch.promote_types(local[0].dtype, torch.float32)
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).to(torch.float64)
-        # A group's squares are contiguous, so no order depends on atomics.
+        # A group's squares are contiguous, so the order of the sum does not depend on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]
         squares += torch.stack([part.sum() for part in norms.square().split(sizes)]) / replicas
     return squares

@@ -1,4 +1,4 @@
-"""`ParallelDims`: the meshes and groups of a run; it alone knows mesh axes by name."""
+"""`ParallelDims`: the meshes and groups of a run. Only this class uses the names of mesh axes."""
 
 import hashlib
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from titanlite.config.parallelism import Degrees
 class ParallelDims:
     """Degrees and the two meshes over the same ranks.
 
-    An axis with one rank is left out, except the two that FSDP units are split over: gloo's threads
-    of an idle process group wake up a hundred times a second. With pipeline stages the meshes begin
-    with an axis "pp", along which no tensor is split: the axes after it span the ranks of one
-    stage.
+    An axis with one rank is omitted, because gloo's threads of an idle process group wake up a
+    hundred times a second. Only the two axes over which FSDP shards are always present. With
+    pipeline stages the meshes begin with an axis "pp", along which no tensor is split; the other
+    axes span the ranks of one stage.
     """
 
     degrees: Degrees
     dense: DeviceMesh  # (dp_replicate, dp_shard or dp_shard_cp, tp), for everything but experts
-    # (dp_replicate, efsdp, ep): neighbours form an ep group. None: experts are split over the same
-    # ranks as the rest.
+    # (dp_replicate, efsdp, ep); neighbouring ranks form an ep group. None: experts are split over
+    # the dense mesh.
     sparse: DeviceMesh | None
-    # ranks with the pieces of a sequence, in order; it shards no parameter
+    # ranks with the pieces of a sequence, in order; this group shards no parameters
     cp_group: dist.ProcessGroup | None = None
-    # ranks of this pipeline stage, if there are several
+    # ranks of this pipeline stage, if there are several stages
     stage_group: dist.ProcessGroup | None = None
-    # The axis "pp" once more, for gradients, since its own group serves hidden states.
+    # A second group of the axis "pp", for gradients; the axis' own group sends hidden states.
     pp_backward_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -64,7 +64,7 @@ class ParallelDims:
 
     @cached_property
     def pp_mesh(self) -> DeviceMesh:
-        """Return the mesh of the corresponding ranks of all stages; only with pp > 1."""
+        """Return the mesh with one rank of every stage, this rank included; only with pp > 1."""
         return self.dense["pp"]
 
     @cached_property
@@ -88,7 +88,7 @@ class ParallelDims:
 
     @cached_property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """Return the mesh for `fully_shard` of experts on a mesh of their own: one axis, or two for
+        """Return the mesh for `fully_shard` of experts on the sparse mesh: one axis, or two for
         HSDP.
         """
         assert self.sparse is not None
@@ -100,21 +100,21 @@ class ParallelDims:
 
     @property
     def dp_rank(self) -> int:
-        """Return the number of the data stream that this rank reads, of `degrees.dp`; cp, tp and pp
-        ranks share one.
+        """Return which of the `degrees.dp` data streams this rank reads; cp, tp and pp ranks share
+        a stream.
         """
         return dist.get_rank() % self.degrees.stage_size // self.degrees.ranks_per_sequence
 
     @property
     def dropout_rank(self) -> int:
-        """Return the number of the random stream of dropout; tp ranks compute parts of a layer from
-        the same tokens.
+        """Return the number of the random stream of dropout; tp ranks share one, because they
+        compute parts of a layer from the same tokens.
         """
         return dist.get_rank() // self.degrees.tp
 
     def seed_generators(self, seed: int, step: int, device: torch.device) -> None:
-        """Seed torch's generators of the host and of `device` for `step`: dropout is the same in a
-        resumed run.
+        """Seed torch's generators of the host and of `device` for `step`, so that dropout is the
+        same in a resumed run.
         """
         name = f"{seed}:{step}:{self.dropout_rank}".encode()
         number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -125,20 +125,21 @@ class ParallelDims:
 
 
 def _new_group(ranks: range) -> dist.ProcessGroup:
-    """Make the group of `ranks`, which this rank is one of. Collective over these alone."""
+    """Make the group of `ranks`, which must include this rank. Collective over these ranks only."""
     # Without local synchronization every rank would have to make every group, with a barrier of all
-    # ranks for each. It needs a default group that is bound to no device: otherwise NCCL splits its
-    # communicator, with all ranks.
+    # ranks for each. The default group must not be bound to a device: otherwise NCCL would split
+    # its communicator, which is collective over all ranks.
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)  # this rank is in it
     return group
 
 
 def _build_mesh(device_type: str, sizes: dict[str, int], always: str) -> DeviceMesh:
-    """Make the mesh over the axes of more than one rank, and over `always`. Collective."""
+    """Make the mesh over `always` and the axes with more than one rank. Collective."""
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == always}
-    # Tokens get a separate group even if it has all ranks. In the default one they would queue
-    # after FSDP's all-gather of the next layer: NCCL serves one communicator in order.
+    # The all-to-alls of tokens get a separate group even if it has all ranks. In the default group
+    # they would queue after FSDP's all-gather of the next layer: NCCL processes one communicator in
+    # order.
     own: Any = {"ep": dist.get_backend_config()} if "ep" in sizes else None
     return init_device_mesh(
         device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own

@@ -1,7 +1,7 @@
-"""The one order in which a pipeline stage is sharded: cp, tp, ep, activation checkpointing and
-compile, fsdp.
+"""Sharding of a pipeline stage, in a fixed order: cp, tp, ep, activation checkpointing and compile,
+fsdp.
 
-Activation checkpointing (arXiv:1604.06174) is of whole layers, or of selected operations inside
+Activation checkpointing (arXiv:1604.06174) recomputes whole layers, or selected operations inside
 them.
 """
 
@@ -31,11 +31,12 @@ from titanlite.ops.gated_delta import import_fla
 from titanlite.ops.matmul import resolve_backend
 
 _MOST_GRAPHS = 64
-"""Graphs of all layers together. Dense and MoE layers, training and evaluation, masks and shapes
-have graphs of their own; beyond torch's limit, 8, compiling is an error or the layer runs
+"""Most graphs of all layers together. Dense and MoE layers, training and evaluation, masks and
+shapes need separate graphs. Above torch's own limit of 8, compiling is an error, or the layer runs
 uncompiled.
 """
-# Results that selective checkpointing keeps because they are costly; it recomputes the rest.
+# Operators whose results selective checkpointing saves, because they are costly; it recomputes the
+# other ones.
 _KEPT_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -52,12 +53,13 @@ _KEPT_OPS = (
 
 
 def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
-    """Shard `model` in place as the configuration says. The model is, and stays, on meta; no data
-    is moved.
+    """Shard `model` in place according to the configuration. The model is on meta before and after;
+    no data is moved.
 
-    Context parallelism comes first: tensor parallelism splits the part of a sequence that cp leaves
-    to a rank. FSDP2 comes last: it splits the shards of tp and ep, and its hooks must stay outside
-    of what `wrap_layers` does. With pipeline stages, `apply_pipeline_parallel` has run already.
+    Context parallelism comes first, because tensor parallelism splits a rank's part of the sequence
+    further. FSDP2 comes last, because it splits the shards of tp and ep, and its hooks must stay
+    outside of the wrappers of `wrap_layers`. With pipeline stages, `apply_pipeline_parallel` must
+    have run before.
     """
     if dims.cp_group is not None:
         apply_context_parallel(model, dims.cp_group)
@@ -77,18 +79,19 @@ def parallelize(model: Model, job: JobConfig, dims: ParallelDims, device_type: s
 
 
 def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> None:
-    """Put activation checkpointing and compilation around the layers' forwards; only titanlite's
-    own can be compiled.
+    """Wrap the layers' forwards in activation checkpointing and compilation. Only native layers can
+    be compiled.
 
     Parameters keep their names, and FSDP's hooks are not traced. Checkpointed operations are
-    compiled with the layer. A whole layer is checkpointed around its compiled code: a graph break
-    inside of a checkpoint would leave all of the layer uncompiled. With `experts_on_own_mesh`,
-    FSDP's hooks on experts and the exchange of tokens are not compiled, so a layer with experts
+    compiled with the layer. A checkpoint of a whole layer is outside of its compiled code: a graph
+    break inside of a checkpoint would leave the whole layer uncompiled. With `experts_on_own_mesh`,
+    FSDP's hooks on experts and the all-to-alls of tokens are not compiled, so a layer with experts
     becomes several graphs. Every other layer is one graph, or training ends with an error.
 
-    Here alone another forward takes the place of a module's. A hook cannot run it again. A module
-    around the layer has other names of parameters, and is not of the class that transformers looks
-    for; torch's own wrappers and `nn.Module.compile` take FSDP's hooks in.
+    This is the only place that replaces a module's `forward`. The alternatives do not work: a hook
+    cannot run the forward again; a wrapper module changes the names of parameters, and is not an
+    instance of the class that transformers looks for; torch's own wrappers and
+    `nn.Module.compile` would include FSDP's hooks.
     """
     checkpoint_operations(model, job.activation_checkpoint)
     if job.compile.enable:
@@ -104,24 +107,26 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
 
 
 def checkpoint_operations(model: Model, section: ActivationCheckpointSection) -> None:
-    """Make regions of a layer keep only the results of costly operators, if `section` says so.
+    """Save only the results of costly operators in regions of each layer, if `section` selects
+    this.
 
-    Regions, not whole layers: selective checkpointing replays a region operation by operation, and
-    the hooks of an FSDP unit inside it would run other operations the second time. A region also
-    keeps its own result if a product makes it, so regions are attention up to its output
-    projection, feed-forward that is wider inside than outside, and experts with adapters or in few
-    bits; other experts are fused, and keep what their backward needs.
+    A region is smaller than a layer: selective checkpointing replays a region operation by
+    operation, and the hooks of an FSDP unit inside it would run different operations in the replay.
+    The result of a region is saved, too, if it comes from a matmul. So the regions are attention up
+    to its output projection, feed-forward parts that are wider inside than outside, and experts
+    with adapters or quantized weights. Other experts are fused, and save the tensors that their
+    backward needs.
 
     The collectives of tensor and expert parallelism are between the regions, so their results are
-    kept. Those of context parallelism are inside attention and run again: their inputs are kept
-    already, and their results are as large. Compiled layers are traced with their regions.
+    saved. The collectives of context parallelism are inside attention and run again: their inputs
+    are saved anyway, and their results are as large. Compiled layers are traced with their regions.
     """
     if not _is_by_operation(section):
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.draws_random()}
 
-    # One function for all: a compiled graph is then one for all layers. No partial, which torch
-    # 2.11 does not trace.
+    # All layers use the same function, so that they share one compiled graph. torch 2.11 cannot
+    # trace a partial.
     def recompute(compute: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(compute, *args, context_fn=_contexts, **options)
 
@@ -131,12 +136,12 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
 
 
 def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
-    """Keep only the inputs of whole layers: of all in mode `full`, or of every Nth.
+    """Save only the inputs of whole layers: of all layers in mode `full`, or of every Nth layer.
 
-    Module names and parameters stay as they are. A layer may be compiled: it is called again in
+    Module names and parameters do not change. A layer may be compiled: it is called again in
     backward.
     """
-    # "auto", which nobody resolved, recomputes nothing
+    # "auto" that was not resolved recomputes nothing
     if section.mode in ("none", "auto") or _is_by_operation(section):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
@@ -150,7 +155,7 @@ def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`, in which `keep` fills `values` the first time, and reads them later."""
+    """Run `forward`; its calls of `keep` store values the first time and read them in a replay."""
     token = kept.set(iter(values) if values else values)
     try:
         return forward(*args, **kwargs)
@@ -168,9 +173,9 @@ def _contexts() -> Any:
 
 def _let_many_graphs() -> dict[str, Any]:
     """Raise torch's limit of graphs; return arguments for `torch.compile`."""
-    # torch 2.13 keeps changes of its configuration per thread, and on CUDA another one recomputes
-    # layers in backward: there the limit is an argument. Older versions have no such argument, and
-    # one configuration for all threads.
+    # torch 2.13 stores changes of its configuration per thread, and on CUDA a different thread
+    # recomputes layers in backward; in this version the limit is an argument. Older versions have
+    # no such argument, and share one configuration among all threads.
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": _MOST_GRAPHS}
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
@@ -178,8 +183,8 @@ def _let_many_graphs() -> dict[str, Any]:
 
 
 def check_device(job: JobConfig, device: torch.device) -> list[str]:
-    """Return the problems of settings that this device would ignore or fail on: CPU offload, Triton
-    kernels, varlen attention without a GPU or in float32.
+    """Return problems of settings that would be ignored or fail on this device: CPU offload, Triton
+    kernels, and varlen attention without a GPU or in float32.
     """
     problems: list[str] = []
     if job.model.attention_backend == "varlen":
@@ -215,11 +220,11 @@ def check_device(job: JobConfig, device: torch.device) -> list[str]:
 def choose_attention(
     job: JobConfig, model_config: AnyModelConfig, device_type: str
 ) -> AttentionBackend:
-    """Return `model.attention_backend`, with "auto" resolved for devices of this type, which need
-    not be here.
+    """Return `model.attention_backend`, with "auto" resolved for this type of device, which need
+    not exist on this machine.
 
-    FlashAttention ("varlen") needs CUDA from Ampere on, bfloat16, and head widths of a multiple of
-    8 up to 256.
+    FlashAttention ("varlen") needs CUDA on Ampere or newer, bfloat16, and head widths that are
+    multiples of 8 up to 256.
     """
     if job.model.attention_backend != "auto":
         return job.model.attention_backend

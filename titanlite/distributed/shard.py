@@ -13,12 +13,12 @@ ParameterPlacements = dict[nn.Parameter, Placement]
 
 def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPlacements) -> None:
     """Replace each given parameter of `model` by a DTensor on the one-axis `mesh` that holds this
-    rank's part of it.
+    rank's part of it, without collectives.
 
-    Splits are in `torch.chunk` sizes. Ties stay tied, and attributes are carried over. A plain
-    parameter cannot become a DTensor in place (their slots differ), so do this before anything is
-    keyed by parameter objects. A replicated parameter must have the same value on all ranks of the
-    axis already. Parameters of other pipeline stages are left alone. No collective.
+    Parts have `torch.chunk` sizes. Ties stay tied, and the new parameters get the attributes of the
+    old ones. A plain parameter cannot become a DTensor in place (their slots differ), so call this
+    before anything is keyed by parameter objects. A replicated parameter must already have the same
+    value on all ranks of the axis. Parameters of other pipeline stages are not changed.
     """
     holders: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

@@ -2,13 +2,14 @@
 decoder on meta.
 
 Between layers every tp rank holds S / tp positions of each sequence. Attention and dense
-feed-forward gather the sequence, compute with their share of heads or inner width, and
-reduce-scatter back. Embedding and output head split the vocabulary. Norms and routers work on the
-rank's own positions with a replicated weight. Experts are left alone: expert parallelism folds over
-tp, so that the MoE layer needs no gather at all.
+feed-forward gather the sequence, compute with the rank's heads or part of the inner width, and
+reduce-scatter the result. Embedding and output head split the vocabulary. Norms and routers work on
+the rank's own positions with a replicated weight. Experts are not changed: expert parallelism uses
+the tp ranks, so that the MoE layer needs no gather.
 
-Parameters become DTensors; modules keep computing on local tensors (`ops.local_tensor`), and the
-collectives are plain hooks here. Shapes: B batch, S sequence, s = S / tp, D hidden, V vocabulary.
+Parameters become DTensors. Modules still compute on local tensors (`ops.local_tensor`), and this
+file adds the collectives as plain hooks. Shapes: B batch, S sequence, s = S / tp, D hidden, V
+vocabulary.
 """
 
 from functools import partial
@@ -37,7 +38,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Shard the dense parameters of `model` over the one-axis `mesh` and insert the collectives, in
     place.
 
-    Ties and attributes of parameters are kept. No collective is run; the model may be on meta.
+    Parameters keep their ties and attributes. This function runs no collective; the model may be on
+    meta.
     """
     shard_parameters(model, mesh, _placements(model))
     group = register_group(mesh.get_group())
@@ -50,7 +52,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
             for layer, dim in _split_layers(module).items():
                 if isinstance(layer, SplitRMSNorm):
                     layer.sum = partial(all_reduce, group=group)
-                elif dim == 1:  # each rank adds its share of the bias, the sum has it once
+                elif dim == 1:  # each rank adds a fraction of the bias, so the sum has it once
                     layer.bias_scale = 1.0 / mesh.size()
             module.register_forward_pre_hook(partial(_gather_sequence, group=group))
             module.register_forward_hook(partial(_scatter_sequence, group=group))
@@ -68,7 +70,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def _placements(model: Decoder) -> ParameterPlacements:
-    """Return the placement of every parameter except the experts'; a tied one appears once."""
+    """Return the placement of every parameter except experts; a tied parameter appears once."""
     experts = {
         p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()
     }
@@ -85,7 +87,7 @@ def _placements(model: Decoder) -> ParameterPlacements:
 
 
 def _split_layers(part: Part) -> dict[Linear | SplitRMSNorm, int]:
-    """Return the layers of `part` that are split; it need not have all that it names."""
+    """Return the layers in `part.splits` that this `part` has, with the dim of their split."""
     layers = {getattr(part, name): dim for name, dim in part.splits.items()}
     return {layer: dim for layer, dim in layers.items() if isinstance(layer, Linear | SplitRMSNorm)}
 
@@ -115,8 +117,8 @@ def _all_reduce_max(x: torch.Tensor, *, group: dist.ProcessGroup) -> torch.Tenso
 def _look_up_own_rows(
     tokens_BS: torch.Tensor, weight_VD: torch.Tensor, padding: int | None, *, start: int, group: str
 ) -> torch.Tensor:
-    """Look up the tokens of this rank's rows (from `start` on), zeros elsewhere; sum while
-    scattering the sequence.
+    """Look up tokens in this rank's rows (from `start` on), with zeros for other tokens; then
+    reduce-scatter along the sequence.
     """
     local_BS = tokens_BS - start
     mine_BS = (local_BS >= 0) & (local_BS < weight_VD.shape[0])
