@@ -1,8 +1,8 @@
 """Attention of the decoder: with grouped heads, or with latent keys and values (MLA); both end in
 `CoreAttention`.
 
-Single-device code on local tensors. The number of heads is read off the projections: a
-tensor-parallel rank holds some of them.
+This is single-device code on local tensors. The shapes of the projections determine the number of
+heads, because a tensor-parallel rank holds only some of them.
 
 Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width of a query or key
 head, V width of a value head, R rotated part of a head, C latent width.
@@ -22,8 +22,8 @@ from titanlite.ops.attention import AttentionMask, attention
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms on latents, whatever the model's own: DeepSeek's code and transformers use a
-default.
+"""Epsilon of the norms on latents in every model: DeepSeek's code and transformers use the default
+of their norm, not the model's epsilon.
 """
 
 
@@ -48,10 +48,10 @@ class CoreAttention(Core):
 
 
 class SelfAttention(Recomputable, Part):
-    """A part whose tokens interact, up to the projection of its result.
+    """A part whose tokens interact, followed by a projection of the result.
 
     Attributes:
-        window: how many tokens of a document each of them sees, its own included; 0: all.
+        window: number of tokens of a document that a token sees, including itself; 0: all.
     """
 
     o_proj: Linear
@@ -69,7 +69,7 @@ class SelfAttention(Recomputable, Part):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        """Return each head's output side by side, (B, S, heads of this rank * width), without the
+        """Return the concatenated outputs of this rank's heads, (B, S, heads * width), before the
         output projection.
         """
         raise NotImplementedError
@@ -80,7 +80,7 @@ class Attention(SelfAttention):
     queries and keys, and sinks.
     """
 
-    # The norms only where they are over all heads.
+    # The norms are split only if they cover all heads.
     splits: ClassVar = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"), 0) | {
         "o_proj": 1
     }
@@ -104,7 +104,7 @@ class Attention(SelfAttention):
             for heads in (config.num_heads, config.num_kv_heads)
         )
         self.core_attention = CoreAttention(config.head_dim**-0.5)
-        # of all heads on every rank, which takes those of its share
+        # Every rank holds the sinks of all heads, and reads only the part for its heads.
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
         self.std = std
 
@@ -133,8 +133,8 @@ class Attention(SelfAttention):
         return out_BSHK.flatten(2)
 
     def _norms(self) -> tuple[Any, ...]:
-        """Return the weights of the norms of each query and key, their epsilon and offset, or
-        nothing.
+        """Return the weights, the epsilon and the offset of the norms of single heads; an empty
+        tuple without such norms.
         """
         if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, SplitRMSNorm):
             return ()
@@ -143,7 +143,7 @@ class Attention(SelfAttention):
 
 
 class WindowedAttention(Attention):
-    """`Attention` in a sliding window."""
+    """`Attention` with a sliding window."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -154,12 +154,12 @@ class LatentAttention(SelfAttention):
     """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv:2405.04434, section 2.1).
 
     Keys and values of all heads are projected from one narrow latent; with `q_lora_rank`, queries
-    from another one. Part of each head has no position; the rotated part of the keys is the same
-    for all heads. In training the latents are expanded, and attention is that of H heads with a key
-    and a value each.
+    are projected from a second latent. Rotary positions apply to a part of each head; this part of
+    the keys is the same for all heads. In training the latents are expanded, and each of the H
+    heads has its own key and value.
     """
 
-    # Every rank computes the latents, and from them its own heads.
+    # Every rank computes the latents, and its own heads from them.
     splits: ClassVar = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
 
     def __init__(self, config: ModelConfig) -> None:
@@ -220,9 +220,7 @@ class LatentAttention(SelfAttention):
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
     def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        """Apply rotary positions; interleaved pairs of the checkpoint are put into the order of
-        `apply_rope` first.
-        """
+        """Apply rotary positions; interleaved pairs are first reordered as `apply_rope` expects."""
         if self.interleaved:
             x_BSHR = x_BSHR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rope(x_BSHR, *cos_sin)

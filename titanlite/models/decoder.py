@@ -1,8 +1,8 @@
 """The native decoder: one config-driven transformer for Qwen, Llama 3, GLM-4.5, DeepSeek-V3 and
-their kin.
+similar models.
 
-Single-device code: parallelism is applied from outside (`titanlite.distributed`). Module and
-parameter names are those of the Hugging Face models, so that checkpoint keys need no table.
+This is single-device code: parallelism is applied from outside (`titanlite.distributed`). Modules
+and parameters have the names of the Hugging Face models, so that checkpoint keys need no table.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -34,13 +34,13 @@ class LossSums(NamedTuple):
     tokens.
     """
 
-    # of the tokens with a label; or each token's, (B, S), if that was asked for
+    # sum over the tokens with a label; with `reduction` "none" the value of each token, (B, S)
     cross_entropy: torch.Tensor
-    aux: torch.Tensor  # of the MoE layers' balance losses; zero when there are none
+    aux: torch.Tensor  # sum of the MoE layers' balance losses; zero without any
 
 
 class DecoderLayer(nn.Module):
-    """Residual blocks as the family declares them, x + part(norm(x)) or x + norm(part(x)) each."""
+    """The family's residual blocks; each is x + part(norm(x)) or x + norm(part(x))."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -167,25 +167,24 @@ class Decoder(Model):
         cache: Cache | None = None,
         starts_N1: torch.Tensor | None = None,
     ) -> torch.Tensor | LossSums:
-        """Return logits (B, S, V), with labels the `LossSums`, with a cache the logits (B, V) of
+        """Return logits (B, S, V); with labels, the `LossSums`; with a cache, the logits (B, V) of
         each row's next token.
 
         Args:
             tokens_BS: int64 token ids.
-            labels_BS: int64 target of each position (the next token), or -100 to leave it out of
-                the loss.
-            positions_BS: int64 positions, restarting in each packed document; None counts 0, 1, 2,
-                ...
-            document_ids_BS: int64 document of each token for packed rows, -1 for padding; None: one
+            labels_BS: int64 target of each position (the next token), or -100 for positions without
+                a loss.
+            positions_BS: int64 positions, which restart in each packed document; None: 0, 1, 2, ...
+            document_ids_BS: int64 document of each token in packed rows, -1 for padding; None: one
                 document per row.
-            reduction: "none" returns the cross entropy of every token, (B, S), 0 where there is no
-                label. A function replaces the cross entropy of every token: see
-                    `linear_cross_entropy`.
-            cache: for generation, with tokens as the only other argument and no gradients. The
-                first call takes the prompts, (B, S), padded on the right. Each later one takes one
+            reduction: "none" returns the cross entropy of every token, (B, S), 0 for tokens without
+                a label. A function replaces the cross entropy of every token: see
+                `linear_cross_entropy`.
+            cache: for generation, with tokens as the only other argument and without gradients. The
+                first call takes the prompts, (B, S), padded on the right. Each later call takes one
                 new token per row, side by side in one sequence, (1, B), which may be padded.
-            starts_N1: result of `find_starts(document_ids_BS)` on the host; without it, varlen
-                waits for the device.
+            starts_N1: result of `find_starts(document_ids_BS)` on the host; if it is missing,
+                varlen waits for the device.
         """
         if cache is not None:
             hidden_BSD, _ = self.model(tokens_BS, cache.positions(tokens_BS), None, cache)
@@ -281,8 +280,8 @@ class Decoder(Model):
 
 
 def build_decoder(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Build the model on the meta device; parameters in `dtype`, buffers in their own. No memory,
-    no values.
+    """Build the model on the meta device, without memory and values; parameters have `dtype`,
+    buffers their declared dtypes.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -1,13 +1,14 @@
-"""Gated delta net (arXiv:2412.06464) of Qwen3-Next and Qwen3.5: a state per value head in place of
+"""Gated delta net (arXiv:2412.06464) of Qwen3-Next and Qwen3.5: a state per value head replaces
 keys and values.
 
-Single-device code on local tensors, like attention. Inputs of the convolution, gates and states
-belong to heads, so tensor and context parallelism give each rank some of them. What is small and
-stored for all heads (`conv1d`, `A_log`, `dt_bias`) is whole on every rank, which takes its share.
+This is single-device code on local tensors, like attention. Inputs of the convolution, gates and
+states belong to heads, so tensor and context parallelism give each rank some of the heads. The
+small parameters `conv1d`, `A_log` and `dt_bias` are whole on every rank, which reads the part of
+its heads.
 
 Shapes: B batch, S sequence, D hidden, H key heads, R value heads per key head, G = H R value heads,
-h, g those of a rank, K width of a key, V of a value, J = 2 K + R V inputs of the convolution per
-key head, W taps.
+h and g key and value heads of a rank, K width of a key, V width of a value, J = 2 K + R V inputs of
+the convolution per key head, W taps.
 """
 
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class LogUniform(Recipe):
 
 
 class Convolution(nn.Module):
-    """Taps (channels, 1, W) of a causal convolution of each channel: those of all queries, of all
-    keys, and of all values.
+    """Taps (channels, 1, W) of a causal convolution of each channel: first the channels of all
+    queries, then of all keys, then of all values.
     """
 
     def __init__(self, channels: int, width: int, std: float) -> None:
@@ -55,7 +56,7 @@ class Convolution(nn.Module):
 
 
 class CoreDelta(Core):
-    """Convolution, gates and delta rule of some heads, without weights of its own."""
+    """Convolution, gates and delta rule of some heads. The weights are arguments."""
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()
@@ -89,8 +90,8 @@ class CoreDelta(Core):
         beta_BSg: torch.Tensor,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Return the outputs of prompts, or of one more token of each row; the cache keeps the
-        convolution's last inputs (B, W - 1, C) and the states (B, g, K, V).
+        """Return the outputs of prompts, or of one new token of each row. The cache holds the last
+        inputs of the convolution (B, W - 1, C) and the states (B, g, K, V).
         """
         lengths_B, mixed_BSC, taps_CW = cache.lengths, mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1)
         if cache.state is None:
@@ -98,7 +99,7 @@ class CoreDelta(Core):
             slots_S = torch.arange(mixed_BSC.shape[1], device=mixed_BSC.device)
             inside_BS1 = (slots_S < lengths_B[:, None])[..., None]
             heads = delta_inputs(mixed_BShJ, taps_hJW, None, *self.widths)
-            # Padding leaves a state as it is.
+            # Padding does not change a state.
             out, state = gated_delta_rule(*heads, g_BSg * inside_BS1, beta_BSg * inside_BS1)
             cache.state = last_inputs(mixed_BSC, before_BLC, lengths_B), state
             return out
@@ -114,8 +115,8 @@ class CoreDelta(Core):
 
 
 class GatedDeltaNet(SelfAttention):
-    """Qwen3-Next's: rows of its input projections are by key head, [query, key, values, output
-    gates] and [b, a] of each.
+    """Qwen3-Next's gated delta net. Rows of its two input projections are grouped by key head:
+    [query, key, values, output gates] and [b, a].
     """
 
     in_proj_qkvz: Linear
@@ -168,8 +169,8 @@ class GatedDeltaNet(SelfAttention):
         return {"in_proj_qkvz": heads * row, "in_proj_ba": 2 * value_heads}
 
     def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return inputs of the convolution (B, S, h, J), output gates (B, S, h, R V) and gates
-        [b, a] (B, S, h, 2 R).
+        """Return the inputs of the convolution (B, S, h, J), the output gates (B, S, h, R V) and
+        the gates [b, a] (B, S, h, 2 R).
         """
         values = self.widths[2]
         projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
@@ -177,9 +178,7 @@ class GatedDeltaNet(SelfAttention):
         return mixed_BSHJ, z_BSH, self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
 
     def _weights_of_share(self) -> tuple[torch.Tensor, ...]:
-        """Return taps (h, J, W), A_log and dt_bias (h, R) of the heads that this rank has in the
-        core.
-        """
+        """Return taps (h, J, W), A_log and dt_bias (h, R) of this rank's heads in the core."""
         A_log_HR, dt_bias_HR = (
             local_tensor(param).unflatten(0, (-1, self.repeats))
             for param in (self.A_log, self.dt_bias)
@@ -194,8 +193,9 @@ class GatedDeltaNet(SelfAttention):
 
 
 class SeparateGatedDeltaNet(GatedDeltaNet):
-    """Qwen3.5's: a projection each for [query, key, values], output gates, b and a. Rows of the
-    first are by key head in memory, by kind on disk (`Family.row_orders`).
+    """Qwen3.5's gated delta net, with separate projections for [query, key, values], output gates,
+    b and a. Rows of the first are grouped by key head in memory, and by kind on disk
+    (`Family.row_orders`).
     """
 
     in_proj_qkv: Linear

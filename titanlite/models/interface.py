@@ -1,5 +1,5 @@
-"""The interface that the trainer, the parallelizer and the checkpoints use of a model, whoever
-implements it.
+"""The interface of a model for the trainer, the parallelizer and the checkpoints, the same for
+native models and for transformers' classes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ from titanlite.ops.attention import AttentionBackend, AttentionMask
 
 
 class LayerCache(Protocol):
-    """What one layer keeps from forward to forward: keys and values, or a part's own state.
+    """The cache of one layer between forwards: keys and values, or a part's recurrent state.
 
     Attributes:
-        lengths: (B,) int64, tokens of each row before this forward; in the first one, of its
-            prompt.
-        state: a part's own; None before the first forward.
+        lengths: (B,) int64, number of tokens of each row before this forward; in the first forward,
+            the length of its prompt.
+        state: the recurrent state of a part; None before the first forward.
     """
 
     @property
@@ -35,7 +35,7 @@ class LayerCache(Protocol):
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to these new keys and values and those before; arguments and result as in
+        """Attend to the cached and these new keys and values; arguments and result are as in
         `ops.attention`.
         """
         ...
@@ -52,56 +52,59 @@ class Cache(Protocol):
         """Return the positions of the tokens of this forward; None: 0, 1, 2, ... in every row."""
 
     def newest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state of each row's last token, (B, D), from those of all tokens of
-        this forward.
+        """Return the hidden state of each row's last token, (B, D), from the hidden states of all
+        tokens of this forward.
         """
         ...
 
     def advance(self) -> None:
-        """Count the tokens of the forward that has just filled all layers."""
+        """Update the lengths after a forward, by the tokens that it added to all layers."""
 
 
 class Context(NamedTuple):
-    """What all layers of a forward share; of whole sequences, whatever positions a rank has."""
+    """Inputs that all layers of a forward share. They cover whole sequences, even if a rank holds
+    only some positions.
+    """
 
-    # rotary table and mask of the attention with a window; of that without at 0
+    # rotary table and mask by size of the attention window; 0: attention without a window
     by_window: Mapping[int, tuple[tuple[torch.Tensor, torch.Tensor], AttentionMask]]
     documents_BS: torch.Tensor | None  # as in `Decoder.forward`
     valid_BS: torch.Tensor | None  # False for padding
 
 
 class Core(nn.Module):
-    """The place in a part where the tokens of a sequence interact, with arguments (B, S, heads,
-    width) before all others and a result (B, S, heads, width). The heads are independent.
+    """The computation of a part in which the tokens of a sequence interact. Its first arguments and
+    its result have the shape (B, S, heads, width). The heads are independent.
 
-    A module, so that context parallelism can put its exchange of heads for positions around it.
+    It is a module, so that context parallelism can add its all-to-alls as hooks.
 
     Attributes:
-        share: which of how many equal shares of the heads this rank has in it.
+        share: (i, n): this rank computes part i of n equal parts of the heads.
     """
 
     share: tuple[int, int] = (0, 1)
 
 
 class SequencePart(NamedTuple):
-    """This rank's positions of sequences that other ranks have the rest of."""
+    """This rank's positions of sequences that several ranks share."""
 
-    own: Callable[[torch.Tensor], torch.Tensor]  # those of a tensor (B, S, ...)
-    sum: Callable[[torch.Tensor], torch.Tensor]  # adds up the ranks' tensors
+    own: Callable[[torch.Tensor], torch.Tensor]  # selects them in a tensor (B, S, ...)
+    sum: Callable[[torch.Tensor], torch.Tensor]  # sums a tensor over these ranks
 
 
 class Part(nn.Module):
-    """A part of a decoder layer: `forward(x_BSD, context, cache)` returns what is added to the
-    hidden states, or that and the part's balance losses.
+    """A part of a decoder layer. `forward(x_BSD, context, cache)` returns the update that is added
+    to the hidden states, or a tuple of the update and the part's balance losses.
 
-    It has no collective. A part with `splits` is called with all positions and returns a sum of
-    what the ranks of tensor parallelism compute; another one with a rank's own positions, which
-    `sequence_parts` describes, in the order in which sequences are split.
+    A part calls no collectives. With tensor parallelism, a part with `splits` is called with all
+    positions, and its results are summed over the ranks. A part without `splits` is called with a
+    rank's own positions; `sequence_parts` describes these, in the order in which sequences are
+    split.
 
     Attributes:
-        splits: names of linear layers that tensor parallelism splits, and along which dim of their
-            weights: 0 the output, 1 the input. What is not listed is replicated.
-        float32: names of parameters that are kept, and computed with, in float32.
+        splits: names of linear layers that tensor parallelism splits, with the dim of their weights
+            (0: output, 1: input). Layers that are not listed are replicated.
+        float32: names of parameters that are stored, and used in computations, in float32.
     """
 
     splits: ClassVar[Mapping[str, int]] = {}
@@ -120,11 +123,11 @@ class Model(nn.Module):
 
     Attributes:
         config: sizes and facts about the architecture.
-        checkpoint_format: reads and writes the model's files where they are not those of a native
-            family: an object with `sources(folder, stored)`, `files(plan, dtype, exact)` and
-                `check(plan)`. None: the native format.
-        splits_inside_experts: FSDP may split an expert's weights along other dims than the first.
-        reads_local_tensors: every parameter is read by `ops.local_tensor` alone.
+        checkpoint_format: reads and writes the model's files if it is not a native family: an
+            object with `sources(folder, stored)`, `files(plan, dtype, exact)` and `check(plan)`.
+            None: the native format.
+        splits_inside_experts: FSDP may split an expert's weights along dims other than the first.
+        reads_local_tensors: parameters are read only by `ops.local_tensor`.
     """
 
     config: Any
@@ -139,8 +142,8 @@ class Model(nn.Module):
         loss_chunk_tokens: int,
         device: torch.device,
     ) -> None:
-        """Set attention backend, MoE settings and loss chunk on the modules, in place, for devices
-        like `device`.
+        """Set attention backend, MoE settings and loss chunk on the modules, in place, for this
+        type of device.
         """
         raise NotImplementedError
 
@@ -158,7 +161,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return the modules before and after the layers, for FSDP units of their own; empty where
+        """Return the modules before and after the layers, each a separate FSDP unit; empty lists if
         they share a parameter.
         """
         raise NotImplementedError
@@ -168,7 +171,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def float32_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters that are computed with in float32, whatever the dtype of others."""
+        """Return the parameters that stay float32 in a model of any dtype, in computations, too."""
         return set()
 
     def experts_in(self, layer: nn.Module) -> list[nn.Module]:
@@ -176,56 +179,52 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def moe_layers(self) -> dict[int, Any]:
-        """Return the MoE modules on this rank whose routers titanlite balances, by the layer's
-        number, in order.
+        """Return the MoE modules on this rank whose routers titanlite balances, by layer number, in
+        order.
         """
         return {}
 
     def moe_layer_numbers(self) -> list[int]:
-        """Return the numbers of the layers with counted experts, in all pipeline stages."""
+        """Return the numbers of all layers with expert counters, in all pipeline stages."""
         raise NotImplementedError
 
     def core_flops(self, seq_len: int) -> list[int]:
-        """Return each layer's forward FLOPs per token where the tokens of a sequence interact."""
+        """Return each layer's forward FLOPs per token in its `Core`, where tokens interact."""
         raise NotImplementedError
 
     def expert_counters(self) -> dict[int, Any]:
-        """Return the counters of routed rows of the MoE layers on this rank, by the layer's
-        number.
-        """
+        """Return the counters of routed rows of the MoE layers on this rank, by layer number."""
         raise NotImplementedError
 
     def split_experts(self) -> list[nn.Module]:
-        """Return the modules whose parameters have one slice per expert, for expert parallelism to
-        split along dim 0.
+        """Return the modules whose parameters have one slice per expert; expert parallelism splits
+        them along dim 0.
 
-        Raises ConfigError: the experts cannot be split. The same on all ranks.
+        Raises ConfigError, on all ranks: the experts cannot be split.
         """
         raise NotImplementedError
 
     def set_dispatch(self, dispatch: Callable[..., Any]) -> None:
-        """Route tokens through `dispatch`, a `TokenDispatcher`, to experts that are split over
-        ranks.
-        """
+        """Set the `TokenDispatcher` that sends tokens to experts on several ranks."""
         raise NotImplementedError
 
     def draws_random(self) -> bool:
-        """Return True if a forward in training mode may draw random numbers: recomputed layers must
-        draw them again.
+        """Return True if a forward in training mode may draw random numbers, which a recomputed
+        layer must draw again.
         """
         raise NotImplementedError
 
     def build_cache(self, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-        """Build an empty cache of the model's own kind for prompts of these lengths, up to
+        """Build an empty cache of the model's own class for prompts of these lengths, up to
         `max_len` tokens.
 
-        None: the model has none, and takes any `Cache`.
+        None: the model has no such class, and accepts any `Cache`.
         """
         return None
 
     def can_cache(self, device: torch.device) -> bool:
-        """Return True if generating with a cache gives what the model computes without. Collective
-        on first call.
+        """Return True if generating with and without a cache gives the same result. Collective on
+        first call.
         """
         return True
 

@@ -1,8 +1,8 @@
 """Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output
 head, `keep`.
 
-They hold parameters under Hugging Face's names, declare where their values come from, and compute
-on local tensors, so that the same code runs on one device and on shards.
+They hold parameters under Hugging Face's names, declare the sources of the values, and compute on
+local tensors, so that the same code runs on one device and on shards.
 
 Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 """
@@ -50,11 +50,11 @@ class Linear(nn.Linear):
         self.std = std
 
     def reset_parameters(self) -> None:
-        """Nothing: values come from `declare_sources`."""
+        """Do nothing: values come from `declare_sources`."""
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
-        """Return the parameters that are split with `dim` of the weight: 0 the output, 1 the
-        input.
+        """Return the parameters that are split if the weight is split along `dim` (0: output, 1:
+        input).
         """
         return [self.weight] if dim == 1 or self.bias is None else [self.weight, self.bias]
 
@@ -70,12 +70,12 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Token embedding, weight (V, D), initialized N(0, std).
 
-    The lookup of `padding_idx`, if there is one, has no gradient, and from scratch its row is 0, as
-    in transformers.
+    The row of `padding_idx`, if it is given, gets no gradient, and is initialized with 0, as in
+    transformers.
 
     Attributes:
-        look_up: (tokens, weight, padding_idx) to their rows: torch's, or a lookup in this rank's
-            part of the weight.
+        look_up: function of (tokens, weight, padding_idx) that returns rows: `F.embedding`, or a
+            lookup in this rank's part of the weight.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -88,7 +88,7 @@ class Embedding(nn.Embedding):
         self.std = std
 
     def reset_parameters(self) -> None:
-        """Nothing: values come from `declare_sources`."""
+        """Do nothing: values come from `declare_sources`."""
 
     def declare_sources(self) -> dict[str, Source]:
         return {"weight": Init(Normal(std=self.std, zero_row=self.padding_idx))}
@@ -98,7 +98,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with the weight `offset + weight`, which begins at 1."""
+    """RMSNorm with the weight `offset + weight`, which is initialized with 1."""
 
     def __init__(self, dim: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -113,20 +113,20 @@ class RMSNorm(nn.Module):
 
 
 class ResidualNorm(RMSNorm):
-    """RMSNorm of a sum: of the hidden states and what the block before adds to them."""
+    """RMSNorm of the sum of the hidden states and the update of the previous block."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: torch.Tensor, update: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum, which is x without an update, and its norm."""
+        """Return the sum (x if `update` is None) and its norm."""
         return add_rms_norm(x, update, local_tensor(self.weight), self.eps, self.offset)
 
 
 class SplitRMSNorm(RMSNorm):
-    """RMSNorm over `dim` values of which tensor parallelism gives a rank a part, with its weights.
+    """RMSNorm over `dim` values. With tensor parallelism a rank holds a part of values and weights.
 
     Attributes:
-        sum: adds up the ranks' sums of squares; None: this rank has all values.
+        sum: sums the squares over the ranks; None: this rank has all values.
     """
 
     sum: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -147,8 +147,8 @@ class SplitRMSNorm(RMSNorm):
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary frequencies `inv_freq` (rotary_dim / 2,), float32 whatever the model's dtype, from the
-    configuration.
+    """Rotary frequencies `inv_freq` (rotary_dim / 2,), computed from the configuration, float32
+    with every dtype of the model.
     """
 
     inv_freq: torch.Tensor
@@ -184,15 +184,15 @@ class Recomputable(nn.Module):
     """A module with a region that may run again in backward.
 
     Attributes:
-        recompute: calls that region, a function, on the rest of its arguments, now and in backward;
-            None: once is enough.
+        recompute: calls its first argument, the function of the region, on the remaining ones, now
+            and again in backward. None: the region runs once.
     """
 
     recompute: Callable[..., torch.Tensor] | None = None
 
     @property
     def saves_memory(self) -> bool:
-        """True: recomputing what is not costly keeps less than the region's own backward would."""
+        """Whether recomputing the cheap operators of the region saves memory."""
         return True
 
     def run(self, region: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -214,7 +214,7 @@ class FeedForward(Recomputable, Part):
 
     @property
     def saves_memory(self) -> bool:
-        """True if this rank's part of it is wider inside than its result is."""
+        """Whether this rank's inner width exceeds the width of the result."""
         inside, outside = (
             local_tensor(linear.weight).shape[0] for linear in (self.up_proj, self.down_proj)
         )
@@ -228,13 +228,13 @@ class FeedForward(Recomputable, Part):
 
 
 class OutputHead(Linear):
-    """Projection to the vocabulary, weight (V, D). With labels it computes the loss without ever
-    holding the logits.
+    """Projection to the vocabulary, weight (V, D). With labels it computes the loss, and never
+    holds all logits.
 
     Attributes:
-        cross_entropy: `linear_cross_entropy` or, when the vocabulary is split over ranks, the
-            version that reduces.
-        chunk_tokens: tokens projected at once.
+        cross_entropy: `linear_cross_entropy`, or its variant that reduces over ranks if the
+            vocabulary is split.
+        chunk_tokens: number of tokens that are projected at a time.
         tied: the weight belongs to the embedding, which declares its source.
     """
 
@@ -254,11 +254,10 @@ class OutputHead(Linear):
         reduction: str | Callable[..., torch.Tensor] = "sum",
         select: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return logits (B, S, V), or with labels the sum of the token losses, a float32 scalar, or
-        each of them, (B, S, ...).
+        """Return logits (B, S, V); with labels, the sum of the token losses, a float32 scalar, or
+        every token loss (B, S, ...), as `reduction` says.
 
-        `select` picks the hidden states that are projected: of a long prompt only the last one is
-        wanted.
+        `select` selects the hidden states that are projected, such as the last one of a prompt.
         """
         weight_VD = local_tensor(self.weight)
         if select is not None:
@@ -272,20 +271,20 @@ class OutputHead(Linear):
             self.chunk_tokens,
             reduction=reduction,
         )
-        # Cloned: FSDP2 wants no view as a module's result.
+        # Cloned: FSDP2 does not accept a view as a module's result.
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
 
 
-# Values that `keep` stores of the running layer, or now returns. None: the layer is not recomputed
-# as a whole.
+# A list: `keep` appends values of the running layer to it. An iterator: a recomputation reads these
+# values. None: no whole layer is recomputed.
 kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
 
 
 def keep(make: Callable[[], Any]) -> Any:
-    """Return `make()`; while a whole layer is recomputed, return its small result of the forward
-    instead.
+    """Return `make()`, and save the result, which should be small. If a whole layer is recomputed,
+    return the saved result instead.
 
-    A tensor is kept detached: gradients flow through the forward's result. Compiled code fuses
+    A tensor is saved detached: gradients flow through the forward's result. Compiled code fuses
     small operations and recomputes them.
     """
     values = None if torch.compiler.is_compiling() else kept.get()

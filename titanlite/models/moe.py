@@ -1,9 +1,9 @@
-"""Mixture of experts: router, experts, and the seam where expert parallelism plugs in.
+"""Mixture of experts: router, experts, and the dispatcher, which expert parallelism replaces.
 
-Path of a token: `Router` scores it and picks top_k experts; the dispatcher groups the (token,
-expert) rows by expert, on this rank or across ranks; `Experts` runs one grouped GEMM pair over all
-groups; the dispatcher returns the rows and sums them per token in a fixed order. The router's
-weight of a row is folded into SwiGLU's result, so that the return is a plain sum.
+Path of a token: `Router` scores it and selects top_k experts. The dispatcher groups the (token,
+expert) rows by expert, on this rank or across ranks. `Experts` runs one pair of grouped GEMMs over
+all groups. The dispatcher returns the rows and sums them per token in a fixed order. SwiGLU's
+result is multiplied by the router's weight of the row, so that the return is a plain sum.
 
 Shapes: B batch, S sequence, T = B * S tokens, D hidden, E experts, k experts per token, R = T * k
 rows, I expert width.
@@ -44,7 +44,7 @@ class Routing(NamedTuple):
 
 
 class ExpertCounter(Protocol):
-    """Rows that one layer's experts got in the latest forward in training mode, on this rank."""
+    """Counter of the rows that a layer's experts got in this rank's latest training forward."""
 
     tokens_per_expert: Tensor  # (E,) int64, routed rows of this rank's valid tokens
 
@@ -53,11 +53,11 @@ class Router(nn.Module):
     """Scores in float32, group-limited top-k, selection biased by `expert_bias`, weights from the
     unbiased scores.
 
-    Softmax scores as in Qwen3-MoE, or sigmoid scores as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to
-    16). It is an `ExpertCounter`.
+    Scores are softmax as in Qwen3-MoE, or sigmoid as in DeepSeek-V3 (arXiv:2412.19437, eq. 12 to
+    16). The router is an `ExpertCounter`.
     """
 
-    # (E,) float32, saved; moved by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
+    # (E,) float32, saved; updated by `optim.expert_bias.ExpertBiasBalancer`, not by gradients
     expert_bias: Tensor
     # (E,) int64, not saved; routed rows of the latest forward in training mode. It is overwritten,
     # never added to, so that a second run under activation checkpointing changes nothing.
@@ -77,7 +77,8 @@ class Router(nn.Module):
         )
         self.aux_loss_coeff = 0.0
         self.z_loss_coeff = 0.0
-        # of the MoE layer: ranks that hold other positions of the same sequences (cp, tp)
+        # The MoE layer shares its list, which describes how sequences are split over ranks (cp,
+        # tp).
         self.sequence_parts: list[SequencePart] = []
 
     def declare_sources(self) -> dict[str, Source]:
@@ -90,7 +91,7 @@ class Router(nn.Module):
         }
 
     def forward(self, x_BSD: Tensor, valid_BS: Tensor | None = None) -> Routing:
-        """Route every token; tokens where `valid_BS` is False are routed, but neither counted nor
+        """Route every token. Tokens with `valid_BS` False are routed, too, but neither counted nor
         balanced.
         """
         config, logits_BSE = self.config, wide_linear(x_BSD, local_tensor(self.weight))
@@ -114,8 +115,8 @@ class Router(nn.Module):
         return Routing(topk_scores_Tk, chosen[1], aux_loss)
 
     def _choose(self, scores_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
-        """Return weights and ids of the chosen experts, and for the balance loss factors and sums
-        of all scores.
+        """Return weights and ids of the chosen experts, (T, k), and for the balance loss the scaled
+        load of each expert and the sum of its normalized scores, (B, E) or None.
         """
         config, scores_TE = self.config, scores_BSE.flatten(0, 1)
         choice_TE = scores_TE + self.expert_bias
@@ -144,7 +145,7 @@ class Router(nn.Module):
         return weights_Tk, ids_Tk, load_BE, sums_BE
 
     def _limit_groups(self, choice_TE: Tensor) -> Tensor:
-        """Keep the experts of the best groups, judged by the sum of their two best scores."""
+        """Mask all experts except the groups with the highest sum of their two best scores."""
         config = self.config
         grouped_TGe = choice_TE.unflatten(-1, (config.num_expert_groups, -1))
         best_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), dim=-1).values.sum(dim=-1)
@@ -153,8 +154,8 @@ class Router(nn.Module):
         return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
     def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
-        """Count each expert's valid rows per sequence, (B, E) int64: bfloat16 counts to 256 only,
-        float32 to 16.7 M.
+        """Count each expert's valid rows per sequence, (B, E). int64, because bfloat16 counts only
+        to 256 and float32 to 16.7 M.
         """
         ids_BR, rows_BR = ids_Tk.view(batch, -1), None
         if valid_BS is not None:
@@ -165,7 +166,7 @@ class Router(nn.Module):
 
 
 def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
-    """Return each score's share of its token's sum."""
+    """Return each score divided by the sum of its token's scores."""
     return (
         scores_BSE
         if config.score_func == "softmax"
@@ -175,8 +176,9 @@ def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
 
 class _Weights(torch.autograd.Function):
     """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to
-    20) as a sum over this rank's tokens. A score y divided by a sum of scores has softmax's
-    gradient, with sigmoid times 1 - y.
+    20) as a sum over this rank's tokens.
+
+    A normalized score has the gradient of softmax; with sigmoid scores y it is multiplied by 1 - y.
     """
 
     @staticmethod
@@ -219,9 +221,10 @@ class _Weights(torch.autograd.Function):
 
 
 class Experts(Recomputable):
-    """All experts of a layer, laid out as in Hugging Face's models: gate_up_proj (E, 2 I, D), gate
-    above up, and down_proj (E, D, I); with biases (E, 2 I) and (E, D), rows of gate and up
-    alternate.
+    """All experts of a layer, with the layout of Hugging Face's models.
+
+    gate_up_proj is (E, 2 I, D) with the rows of gate before the rows of up, and down_proj is (E, D,
+    I). Experts with biases (E, 2 I) and (E, D) have alternating rows of gate and up.
 
     Attributes:
         is_biased: experts have biases, and a clamped SwiGLU.
@@ -309,7 +312,7 @@ class Experts(Recomputable):
 
     @property
     def is_fused(self) -> bool:
-        """True: one operator computes both projections. False: `project` computes each."""
+        """True if one operator computes both projections; False if `project` computes each."""
         return self.multiply is None and not self.is_biased
 
     def project(self, name: str, x: Tensor, offsets_E: Tensor) -> Tensor:
@@ -320,21 +323,21 @@ class Experts(Recomputable):
         return self.multiply(x, weight, offsets_E, self.grouped_gemm_backend)
 
 
-# Sends every token to its experts and back: (experts, x (T, D), topk_scores (T, k), topk_expert_ids
-# (T, k)) -> the sums (T, D).
+# A function (experts, x (T, D), topk_scores (T, k), topk_expert_ids (T, k)) that sends every token
+# to its experts and returns the sums of the results (T, D).
 TokenDispatcher = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 
 
 def is_routed(name: str) -> bool:
-    """Return True for parameters of routed experts, by their name in any model; False for those of
-    shared ones.
+    """Return True for the names of routed experts' parameters in any model, False for shared
+    experts.
     """
     return ".experts." in name
 
 
 def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
-    """Count the rows that chose each expert, (..., E), of int64 ids (..., R); a row counts as often
-    as `rows` says.
+    """Count how often each expert is in the int64 `ids` (..., R); return (..., E). `rows` has the
+    weight of each id, by default 1.
     """
     rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
     return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
@@ -380,8 +383,8 @@ class MoE(Part):
             for part in self.sequence_parts:
                 valid_BS = part.own(valid_BS)
         scores_Tk, expert_ids_Tk, aux_loss = self.gate(x_BSD, valid_BS)
-        # Before the routed experts, so that a recomputation can stop after these, without the
-        # all-to-all back.
+        # Shared experts come first, so that a recomputation can stop after the routed experts,
+        # without the all-to-all back.
         shared_BSD = None if self.shared_experts is None else self.shared_experts(x_BSD)
         if self.shared_expert is not None:
             shared_BSD = self.shared_expert(x_BSD) * self.shared_expert_gate(x_BSD).sigmoid()
