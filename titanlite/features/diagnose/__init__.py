@@ -1,1 +1,1 @@
-"""Diagnosis of faults during training: find the cause, or refuse to go on."""
+"""Diagnosis of faults during training: find the cause, or end the run with an error."""

@@ -1,7 +1,7 @@
-"""Set-up of a process before training: determinism, flight recorder, kernels, memory history; and
-its failures.
+"""Set-up of a process before training (determinism, flight recorder, kernels, memory history), and
+explanations of its failures.
 
-`training.deterministic` gives the same bits in every run on the same mesh, and in a resumed one.
+`training.deterministic` gives the same bits in every run on the same mesh, and in a resumed run.
 """
 
 import random
@@ -31,13 +31,14 @@ from titanlite.ops.matmul import triton_problem
 _CODE = re.compile(
     r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE
 )
-# Read by cuBLAS and NCCL when they start: a workspace of fixed size, and sums over ranks in a fixed
-# order, whatever the message size and the load of the links.
+# cuBLAS and NCCL read these when they start: a workspace of fixed size, and sums over ranks in a
+# fixed order, independent of the message size and of the load of the interconnect.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-# What cuBLAS documents as deterministic.
+# Workspaces that cuBLAS documents as deterministic.
 _WORKSPACES = (":4096:8", ":16:8")
-# Names that torch 2.11 to 2.14 read for the flight recorder, each with the older one that it still
-# honours. 2,000 collectives take about 1 MiB per rank and are several steps of a large model.
+# Variables that torch 2.11 to 2.14 read for the flight recorder, each with its older name, which
+# torch still reads. 2,000 collectives take about 1 MiB per rank and cover several steps of a large
+# model.
 _FLIGHT_RECORDER = (
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
     ("TORCH_NCCL_DUMP_ON_TIMEOUT", "", "1"),
@@ -54,7 +55,7 @@ def prepare_process(job: JobConfig, folder: Path) -> None:
 
 
 def prepare_device(job: JobConfig, model_config: AnyModelConfig, device: torch.device) -> None:
-    """Try the kernels, and record the memory history, as `job` says. Collective: every rank must
+    """Try the kernels and start the memory history according to `job`. Collective: every rank must
     call.
     """
     check_triton(job, device)
@@ -63,25 +64,24 @@ def prepare_device(job: JobConfig, model_config: AnyModelConfig, device: torch.d
 
 
 def explain_failure(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Turn an error of torch that full memory or a setting of `job` caused into one that names it;
-    None for others.
+    """Return an error that names the cause, if full memory or a setting of `job` caused an error of
+    torch; None for other errors.
     """
     return (job and explain_out_of_memory(job, error)) or explain_refusal(error)
 
 
 def make_deterministic(job: JobConfig) -> None:
-    """Set up this process as `training.deterministic` says; call before the process group and CUDA
-    start.
+    """Make this process deterministic if `training.deterministic` is set; call this before the
+    process group and CUDA start.
 
-    No-op without the flag. Seeds the generators of Python and numpy (torch's depend on step and
-    rank: `train_step`; titanlite's own numbers come from counters). Selects deterministic
-    algorithms, no autotuning, attention kernels whose backward adds in fixed order, and the
-    environment of cuBLAS and NCCL. An operation without a deterministic form raises, with its name,
-    when it is first called.
+    Seeds the generators of Python and numpy. (`train_step` seeds torch's generators by step and
+    rank, and titanlite's own random numbers come from counters.) Selects deterministic algorithms,
+    no autotuning, attention kernels whose backward sums in a fixed order, and the environment of
+    cuBLAS and NCCL. An operation without a deterministic implementation raises an error with its
+    name when it is first called.
 
     Raises:
-        ConfigError: a setting cannot be deterministic, or the environment forbids it. The same on
-            all ranks.
+        ConfigError, on all ranks: a setting cannot be deterministic, or the environment forbids it.
     """
     if not job.training.deterministic:
         return
@@ -98,18 +98,19 @@ def make_deterministic(job: JobConfig) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  a pass over each new tensor
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    # FlashAttention's backward honours the flag above; these two do not, or choose their plan by
+    # FlashAttention's backward obeys the flag above. These two do not, or select their algorithm
     # themselves.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def start_flight_recorder(dump_folder: Path) -> None:
-    """Make NCCL, if there are GPUs, dump to `dump_folder/flight_recorder/rank_N` when a collective
-    times out.
+    """Make NCCL write to `dump_folder/flight_recorder/rank_N` when a collective times out; no-op
+    without GPUs.
 
-    Call before the process group is made, which reads the environment. Variables of the user stay.
-    gloo has no flight recorder; there, the error of the rank that waited names the collective.
+    Call this before the process group is made, which reads the environment. Variables that the user
+    set are not changed. gloo has no flight recorder; its error on the waiting rank names the
+    collective.
     """
     if not torch.cuda.is_available():
         return
@@ -117,20 +118,20 @@ def start_flight_recorder(dump_folder: Path) -> None:
     for name, old_name, value in _FLIGHT_RECORDER:
         if read_variable(old_name) is None:
             set_defaults({name: value or f"{folder}/rank_"})
-    # NCCL's watchdog makes no folder. A run that cannot write here ends soon with a clear error of
-    # `make_dump_folder`.
+    # NCCL's watchdog does not create the folder. If the run cannot write here, `make_dump_folder`
+    # raises a clear error later.
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def check_triton(job: JobConfig, device: torch.device) -> None:
-    """Run a small kernel, if Triton is to be used: it needs a C compiler. Warn if its code for this
-    GPU is wrong.
+    """Run a small Triton kernel if the run uses Triton, which needs a C compiler. Warn if this
+    version of Triton generates wrong code for this GPU.
 
     Collective: every rank must call.
 
     Raises:
-        ConfigError: on all ranks; the kernel cannot be compiled or run on one of them.
+        ConfigError, on all ranks: the kernel cannot be compiled or run on one of them.
     """
     if device.type != "cuda" or not job.training.triton_kernels:
         return
@@ -142,7 +143,7 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     problem = None
     try:
         _run_kernel(device)
-    except subprocess.CalledProcessError as error:  # what the compiler says is on the console
+    except subprocess.CalledProcessError as error:  # the compiler wrote its message to the console
         problem = f"{error.cmd[0]} ended with exit code {error.returncode}"
     except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
@@ -175,9 +176,9 @@ def use_flash_attention_3(
     """Use FlashAttention 3 for `model.attention_backend` = "auto" on Hopper, if all ranks have its
     package.
 
-    torch activates it in the whole process. It is tried with heads of this model, forward and
-    backward; where that fails, torch's own FlashAttention 2 stays. So it does with
-    `training.deterministic`, which needs its backward.
+    torch activates it in the whole process. Forward and backward are tried with the head sizes of
+    this model. If that fails, torch's own FlashAttention 2 is used. It is also used with
+    `training.deterministic`, because only its backward is deterministic.
 
     Collective: every rank must call.
     """
@@ -233,9 +234,9 @@ def _try_attention(config: ModelConfig, device: torch.device) -> None:
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:
-    """Return the remedy for an error of torch that a setting caused; None for other errors.
+    """Return an error with a remedy if a setting caused this error of torch; None for other errors.
 
-    That is an operation under `training.deterministic`, or a layer that cannot be traced or
+    The two cases are an operation that is not deterministic, and a layer that cannot be traced or
     compiled.
     """
     if match := re.search(r"(\S+) does not have a deterministic implementation", str(error)):
@@ -270,29 +271,28 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
 
 FOLDER = "memory"
 _GIB = 2**30
-# Allocations and frees that are kept with their stacks: some steps, and some 100 MB of host memory.
+# Recorded allocations and frees, with their stacks: a few steps, and a few 100 MB of host memory.
 _ENTRIES = 100_000
-# A private part of torch: looked up, so that a version without it is one clear error and not an
-# AttributeError.
+# Private functions of torch. They are looked up by name, so that a version without them gives a
+# clear error instead of an AttributeError.
 _RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
 _REMEDY = (
     'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", '
     "train on more ranks (parallelism.data_parallel_shard_degree), or give data in smaller files "
     "(data.path)."
 )
-# Errors that have no class of their own: torch's allocator of the host; cudaHostAlloc, for one, and
-# Triton; cuBLAS.
+# Texts of out-of-memory errors without a class: torch's host allocator; CUDA (for example
+# cudaHostAlloc), Triton and cuBLAS.
 _OF_HOST = "DefaultCPUAllocator"
 _OF_DEVICE = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def start_memory_history(job: JobConfig, device: torch.device) -> None:
-    """Record allocations from now on, with `profiling.enable_memory_snapshot`. Call once the device
-    is set.
+    """Start to record allocations if `profiling.enable_memory_snapshot` is set; call this after the
+    device is set.
 
     Raises:
-        ConfigError: without a CUDA device, or with a torch that cannot record. The same on all
-            ranks.
+        ConfigError, on all ranks: the device is not CUDA, or this torch cannot record.
     """
     if not job.profiling.enable_memory_snapshot:
         return
@@ -312,11 +312,11 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
 
 
 def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:
-    """Turn running out of memory into one clear error, and dump the recorded history if there is
-    one.
+    """Return a clear error for an out-of-memory error, and write the recorded history if there is
+    one; None for other errors.
 
-    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz. None for
-    other errors. Other ranks wait for this one until the launcher ends them.
+    The snapshot is `dump_folder/memory/rankN.pickle`, for https://pytorch.org/memory_viz. Other
+    ranks wait for this rank until the launcher ends them.
     """
     if not is_out_of_memory(error):
         return None
@@ -334,7 +334,8 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if the device or the host has no memory left."""
     if isinstance(error, dist.DistBackendError):
-        return "out of memory" in str(error)  # NCCL makes its buffers when a group is first used
+        # NCCL allocates its buffers when a group is first used
+        return "out of memory" in str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and (_OF_HOST in str(error) or _is_of_device(error))
@@ -346,7 +347,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of titanlite on the way to the error."""
+    """Return the innermost line of titanlite in the error's traceback."""
     package = Path(__file__).parents[2]
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
@@ -368,8 +369,8 @@ def _device_memory() -> str:
 
 
 def _dump(job: JobConfig) -> str:
-    """Write the snapshot, if allocations were recorded; return a sentence on where it is, or how to
-    get one.
+    """Write the snapshot if allocations were recorded; return a sentence that names its file, or
+    the setting for a snapshot.
     """
     if not job.profiling.enable_memory_snapshot:
         return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
@@ -378,6 +379,6 @@ def _dump(job: JobConfig) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         dump(str(path))
-    except (OSError, RuntimeError) as error:  # must not replace the error that it belongs to
+    except (OSError, RuntimeError) as error:  # must not hide the out-of-memory error
         return f" The snapshot of the memory could not be written to {path}: {error}."
     return f" A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz."

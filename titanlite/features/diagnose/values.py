@@ -25,12 +25,12 @@ class _Found:
     """Findings of one rank."""
 
     stage: int  # of the pipeline
-    weights: list[str]  # that hold values that are not finite
-    # Micro-batch, place in the order of the forward, and module of the first output that is not
-    # finite, per micro-batch that has one.
+    weights: list[str]  # names of weights with values that are not finite
+    # For each micro-batch with an output that is not finite: number of the micro-batch, position of
+    # the first such output in the order of the forward, and its module.
     outputs: list[tuple[int, int, str]] = field(default_factory=list)
-    # The first micro-batch that has such gradients, and their parameters, each with its place in
-    # the model.
+    # The first micro-batch with gradients that are not finite, and their parameters, each with its
+    # position in the model.
     grads: tuple[int, list[tuple[int, str]]] | None = None
 
 
@@ -42,21 +42,20 @@ def diagnose(
     whole_layers: bool,
     stage: int = 0,
 ) -> Diagnosis:
-    """Compute a step again on the current weights; report the tensors that are not finite, with
+    """Compute a step again with the current weights; report the tensors that are not finite, with
     their ranks.
 
-    Nothing is applied: gradients are dropped. The caller has set what follows the step, random
-    generators included.
+    Gradients are dropped, and no weight changes. The caller must have set all values that follow
+    the step, including random generators.
 
     Args:
-        model: with its weights before that step.
-        micro_batches: of this rank in that step, on the device.
-        scaled_loss: what backward is called on, for one micro-batch.
-        whole_layers: look at whole modules below the root only, because the insides are compiled.
-        stage: this rank's pipeline stage; its forward begins where that of the one before ends.
+        model: the model with its weights before that step.
+        micro_batches: this rank's micro-batches of that step, on the device.
+        scaled_loss: returns the loss of a micro-batch, on which backward is called.
+        whole_layers: check only the outputs of whole layers, because their insides are compiled.
+        stage: this rank's pipeline stage; earlier stages run earlier in the forward.
 
-    Collectives: those of forward and backward, and one all-gather of small objects; every rank must
-    call.
+    Collectives: forward, backward, and one all-gather of small objects; every rank must call.
     """
     params = list(model.named_parameters())
     mine = _Found(stage, [name for name, param in params if not _has_finite_values(param)])
@@ -86,14 +85,14 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
         sentences.append(
             f"Weights are not finite: {_names(weights)}, on ranks {list_names(ranks, most=8)}."
         )
-    # Attention spreads non-finite values to other ranks: the origin is the first place on any of
-    # them.
+    # Attention spreads non-finite values to other ranks: the origin is the first position on any
+    # rank.
     outputs = sorted(
         (number, f.stage, place, rank, name)
         for rank, f in enumerate(gathered)
         for number, place, name in f.outputs
     )
-    # Likewise, later stages got them from the earliest one.
+    # Later stages received the values from the earliest stage.
     lowest = {number: stage for number, stage, *_ in reversed(outputs)}
     outputs = [found for found in outputs if found[1] == lowest[found[0]]]
     if outputs:
@@ -154,8 +153,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _watched(model: nn.Module, whole_layers: bool) -> Iterator[list[tuple[int, str]]]:
-    """Collect modules with non-finite outputs, in order: number of modules that ended before, and
-    name.
+    """Yield a list that collects the modules with non-finite outputs, in order: the number of
+    modules that ended earlier, and the name.
     """
     names: list[tuple[int, str]] = []
     ended = itertools.count()

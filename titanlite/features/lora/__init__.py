@@ -1,3 +1,3 @@
-"""LoRA adapters (arXiv:2106.09685): layers, files in PEFT's format, merging; and frozen weights in
-few bits.
+"""LoRA adapters (arXiv:2106.09685): layers, files in PEFT's format, merging, and quantized frozen
+weights.
 """

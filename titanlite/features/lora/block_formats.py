@@ -1,27 +1,27 @@
-"""Frozen weights in few bits: runs of values share a factor, and each value is a small code (QLoRA,
-arXiv:2305.14314).
+"""Block-quantized frozen weights: the values of a block share a scale (here called factor), and
+each value is a small code (QLoRA, arXiv:2305.14314).
 
-- `fp8`: codes are float8_e4m3fn, 128 values share a factor. DeepSeek-V3's weights
-  (arXiv:2412.19437, section 3.3), whose factors serve 128 x 128 values, are kept in it bit for bit.
-- `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E), 64 values share
-  their largest magnitude. Two codes are in a byte, the first one in the upper half, as in
-  bitsandbytes.
+- `fp8`: codes are float8_e4m3fn, and a block has 128 values. It stores DeepSeek-V3's weights
+  (arXiv:2412.19437, section 3.3) bit for bit; their scales cover 128 x 128 values.
+- `nf4`: codes are 4-bit NormalFloat (arXiv:2305.14314, section 3 and appendix E). A block has 64
+  values, and its scale is their largest magnitude. A byte holds two codes, the first one in the
+  upper half, as in bitsandbytes.
+- `mxfp4`: codes are e2m1 (OCP Microscaling Formats 1.0). A block has 32 values, and its scale is a
+  power of two. A byte holds two codes, the first one in the lower half. Only experts have this
+  format; published MXFP4 weights are stored bit for bit.
 
-- `mxfp4`: codes are e2m1 (OCP Microscaling Formats 1.0), 32 values share a power of two. Two codes
-  are in a byte, the first one in the lower half. Of experts alone, which are kept bit for bit where
-  they are stored so.
-
-A record holds the codes of one run and after them its factor, float32 in the byte order of the
+A record holds the codes of one block, followed by its scale, float32 in the byte order of the
 machine. Records follow one another along the last dim of a weight and are independent, so a weight
-may be cut between any rows, and along its columns between records.
+may be split between any rows, and along its columns between records.
 
 `encode_weights` replaces parameters of a model on meta, in place: `weight` (out, in) becomes
-records (out, n, r), marked by a `materialize.layout.Encoding`. Its name stays, and so does its form
-in checkpoints, recipes and plans. Records are stored in the matmul dtype, so that FSDP all-gathers
-them without a cast; r is their size in its elements. Products decode them in forward and again in
-backward, so autograd keeps only the records.
+records (out, n, r), marked by a `materialize.layout.Encoding`. The parameter's name does not
+change; checkpoints, initializers and plans still describe its values. Records are stored in the
+matmul dtype, so that FSDP all-gathers them without a cast; r is the record size in elements of this
+dtype. Matmuls decode the records in forward and again in backward, so autograd saves only the
+records.
 
-Shapes: N rows, W values per row, n records per row; of products M rows, E groups, K reduction, N
+Shapes: N rows, W values per row, n records per row. In matmuls: M rows, E groups, K reduction, N
 columns.
 """
 
@@ -54,8 +54,7 @@ _NORMAL_FLOAT = (
 )
 """Quantiles of the normal distribution, scaled to -1 and 1, as appendix E prints them."""
 _CHUNK = 1 << 20
-"""Values that torch's operators decode at once; what they need in between is a few times as large.
-"""
+"""Values that torch's operators decode at a time; their temporaries are a few times as large."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ class BlockFormat:
     """Layout of a record.
 
     Attributes:
-        name: as in the configuration.
-        block: values in a record.
-        code_bytes: bytes of their codes.
-        low_first: of two codes in a byte, the first one is in the lower half.
+        name: name in the configuration.
+        block: number of values in a record.
+        code_bytes: bytes of the codes in a record.
+        low_first: the first of two codes in a byte is in the lower half.
     """
 
     name: str
@@ -90,15 +89,17 @@ BLOCK_FORMATS = {layout.name: layout for layout in (FP8, NF4, MXFP4)}
 
 
 def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Encode values as records (N, n, record_bytes), uint8, on their device; one with NaN or inf is
-    NaN. A value that is as far from one code as from the next may get either.
+    """Encode values as records (N, n, record_bytes), uint8, on their device.
+
+    A record with a NaN or infinite value becomes all NaN. A value halfway between two codes may get
+    either.
     """
     values_NnB = _in_blocks(values_NW.to(torch.float32), layout)
     largest_Nn1 = values_NnB.abs().amax(dim=-1, keepdim=True)
     largest_Nn1 = torch.where(largest_Nn1.isfinite(), largest_Nn1, torch.nan)
     if layout is MXFP4:
         return _encode_mxfp4(values_NnB, largest_Nn1)
-    # The smallest normal float32: blocks of zeros need a factor, too, and no 0 / 0.
+    # Clamped to the smallest normal float32, so that a block of zeros does not compute 0 / 0.
     factor_Nn1 = (largest_Nn1 / (_LARGEST_FP8 if layout is FP8 else 1)).clamp(
         min=torch.finfo(torch.float32).tiny
     )
@@ -117,8 +118,8 @@ def encode_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 
 def _encode_mxfp4(values_NnB: torch.Tensor, largest_Nn1: torch.Tensor) -> torch.Tensor:
-    """Encode as the specification says: the largest magnitude gets the largest exponent of e2m1,
-    and what is above 6 then becomes 6.
+    """Encode as in the specification: the largest magnitude gets the largest exponent of e2m1, and
+    scaled values above 6 become 6.
     """
     _, exponent_Nn1 = largest_Nn1.frexp()
     factor_Nn1 = torch.ones_like(largest_Nn1).ldexp((exponent_Nn1 - 3).clamp(min=-126))
@@ -131,8 +132,8 @@ def _encode_mxfp4(values_NnB: torch.Tensor, largest_Nn1: torch.Tensor) -> torch.
 
 
 def keep_codes(codes: torch.Tensor, factors_Nn: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Join codes (N, bytes) that are those of `layout` already, and the factor of every record,
-    into records, uint8.
+    """Make uint8 records from codes (N, bytes) that are stored in the encoding of `layout`, and the
+    scale of each record (N, n).
     """
     codes = codes.view(torch.uint8)
     parts = _in_blocks(codes, FP8) if layout is FP8 else codes.unflatten(1, (-1, layout.code_bytes))
@@ -150,10 +151,8 @@ def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
 
 
 def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
-    """Count the records (..., n, record_bytes in any dtype) with a value that is NaN or
-    infinite.
-    """
-    if not records.numel():  # of shape (0, 0, 0) where other pipeline stages hold it
+    """Count the records (..., n, record_bytes in any dtype) with a NaN or infinite value."""
+    if not records.numel():  # (0, 0, 0): other pipeline stages hold it
         return 0
     codes, factor = _split(records, layout)
     largest = 6 if layout is MXFP4 else 1
@@ -171,11 +170,11 @@ def decode_blocks(
     *,
     in_backward: bool = False,
 ) -> torch.Tensor:
-    """Values (..., width) of records (..., n, record_bytes in any dtype): code times factor in
-    float32, rounded once.
+    """Decode records (..., n, record_bytes in any dtype) to values (..., width): code times scale
+    in float32, rounded once.
 
-    Not differentiable. `in_backward` keeps a compiler from merging the call with that of forward,
-    whose result it would keep.
+    Not differentiable. `in_backward` stops a compiler from reusing the decoded weight of forward,
+    which would stay in memory until backward.
     """
     return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
@@ -214,7 +213,7 @@ def _(
 
 
 def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (..., code_bytes) uint8 and factors (..., 1) float32."""
+    """Return codes (..., code_bytes) uint8 and scales (..., 1) float32."""
     data = records.contiguous().view(torch.uint8)
     return data[..., : layout.code_bytes], data[..., layout.code_bytes :].contiguous().view(
         torch.float32
@@ -222,7 +221,7 @@ def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, to
 
 
 def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Return what codes (N, n, code_bytes) stand for before the factor, float32 (N, n, block)."""
+    """Return the values of codes (N, n, code_bytes) before scaling, float32 (N, n, block)."""
     if layout is FP8:
         return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
     return F.embedding(codes.to(torch.int32), _pairs(layout, codes.device)).flatten(-2)
@@ -230,8 +229,8 @@ def _decode_codes(codes: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 @cache
 def _table(layout: str, device: torch.device) -> torch.Tensor:
-    """Return the value of each code, float32: (256,) or (16,). Made once: copying it to a GPU makes
-    the host wait.
+    """Return the value of each code, float32: (256,) or (16,). Cached, because a copy to a GPU
+    makes the host wait.
     """
     with torch.inference_mode(False), torch.device(device):
         if layout == NF4.name:
@@ -248,7 +247,7 @@ def _table(layout: str, device: torch.device) -> torch.Tensor:
 
 @cache
 def _pairs(layout: BlockFormat, device: torch.device) -> torch.Tensor:
-    """Return what the two codes in each of the 256 bytes stand for, float32 (256, 2)."""
+    """Return the values of the two codes in each of the 256 bytes, float32 (256, 2)."""
     table = _table(layout.name, device)
     with torch.inference_mode(False):
         pairs = torch.cartesian_prod(table, table)
@@ -257,7 +256,7 @@ def _pairs(layout: BlockFormat, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockEncoding:
-    """An `Encoding` that keeps each row of a weight as `num_records` records."""
+    """An `Encoding` that stores each row of a weight as `num_records` records."""
 
     layout: BlockFormat
     shape: tuple[int, ...]
@@ -267,8 +266,8 @@ class BlockEncoding:
         return self.layout.name
 
     def values_in(self, stored: Region) -> Region:
-        """Return the region of the values in `stored` records: equal rows, and the records'
-        columns.
+        """Return the region of the values in `stored` records: the same rows, and the columns of
+        the records.
         """
         *rows, first, _ = stored.starts
         *heights, count, _ = stored.lengths
@@ -291,15 +290,15 @@ class BlockEncoding:
 
 
 def encode_weights(model: Model, format_name: str) -> None:
-    """Keep the frozen matrices of linear layers and experts of `model` in the format of this name,
-    in place, on meta.
+    """Quantize the frozen matrices of linear layers and experts of `model` to the named format, in
+    place, on meta.
 
-    Call before sharding. Embedding, output head, routers, and layers of `TransformersModel` stay as
-    they are; in `mxfp4` all but experts.
+    Call this before sharding. Embedding, output head, routers, and layers of `TransformersModel`
+    are not quantized; `mxfp4` quantizes only experts.
     """
     assert not isinstance(model, TransformersModel), "refused by the configuration"
     layout = BLOCK_FORMATS[format_name]
-    # The same two for all layers: a compiled graph is then one for all of them.
+    # All layers use the same two objects, so that they share one compiled graph.
     multiply, multiply_grouped = (
         partial(frozen_linear, layout),
         partial(frozen_grouped_gemm, layout),
@@ -350,14 +349,14 @@ def frozen_grouped_gemm(
     offsets_E: torch.Tensor,
     backend: GroupedGemmBackend,
 ) -> torch.Tensor:
-    """`grouped_gemm` (M, N) of the weights (E, N, K) in the records, transposed; differentiable in
-    x, once.
+    """Return `grouped_gemm` (M, N) of x and the transposed weights (E, N, K) in the records; once
+    differentiable in x.
     """
     return _FrozenProduct.apply(x_MK, records_ENnr, layout, None, offsets_E, backend)
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """A product with one weight, or with `offsets` one for each group of rows."""
+    """A matmul with one quantized weight, or with `offsets` one weight for each group of rows."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Triton kernel of the block formats, with its launcher: records are read once, values written
-once.
+"""Triton kernel that decodes the block formats, with its launcher. It reads records once and writes
+values once.
 
-Torch's operators would go through memory several times, and look codes up with an index of four
-bytes each.
+torch's operators would go through memory several times, and need an index of four bytes for each
+code.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from titanlite.features.lora.block_formats import BlockFormat
 from titanlite.ops.launchers import device_of
 
-VALUES, WARPS = 4096, 8  # of one program
+VALUES, WARPS = 4096, 8  # per program
 
 
 def decode_blocks(
@@ -21,7 +21,7 @@ def decode_blocks(
     """Write the values of contiguous uint8 `records` (..., n, record_bytes) to contiguous `out`
     (..., width).
     """
-    if records.data_ptr() % 4:  # a part of a larger buffer, in which a factor is no aligned float32
+    if records.data_ptr() % 4:  # in a larger buffer, the float32 scales may not be aligned
         records = records.clone()
     count, at_once = records.numel() // layout.record_bytes, VALUES // layout.block
     pointers = (records, records.view(torch.float32), table, out)
@@ -48,8 +48,8 @@ def decode_blocks_kernel(
     RECORDS: tl.constexpr,
     LOW_FIRST: tl.constexpr,
 ):
-    """Values of RECORDS records. `codes` and `factors` are the same memory, as bytes and as
-    float32.
+    """Decode RECORDS records per program. `codes` and `factors` point to the same memory, as bytes
+    and as float32.
     """
     PER_BYTE: tl.constexpr = BLOCK // CODE_BYTES
     RECORD_BYTES: tl.constexpr = CODE_BYTES + 4

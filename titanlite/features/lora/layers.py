@@ -1,10 +1,10 @@
 """LoRA (arXiv:2106.09685): frozen layers with a trained correction of low rank, `W x + alpha / rank
 * B (A x)`.
 
-`apply_lora` replaces layers of a model on meta by the classes below, which hold the same weights
-under the same names, with adapters next to them. So the rest of titanlite treats them alike. In a
-model of transformers these are linear layers inside its repeated layers; the experts that
-transformers' experts interface serves get parameters.
+`apply_lora` replaces layers of a model on meta by the classes below. They hold the same weights
+under the same names and add adapters, so the rest of titanlite needs no special case. In a
+transformers model it replaces the linear layers inside the repeated layers, and adds parameters to
+experts that use transformers' experts interface.
 
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
@@ -32,8 +32,8 @@ from titanlite.ops import grouped_gemm, local_tensor
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return those of the dotted `names` that `pattern` matches as a whole, or from one of their
-    segments on.
+    """Return the dotted `names` that `pattern` matches completely or from the start of a segment to
+    the end.
 
     So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's
     target_modules.
@@ -44,13 +44,13 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def scaling_of(section: LoRASection) -> float:
-    """Factor on the adapters' product: alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)."""
+    """Return the factor on `B A`: alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)."""
     return section.alpha / (section.rank**0.5 if section.use_rslora else section.rank)
 
 
 def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
-    """Return sources: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5) as in PEFT; B zero,
-    to begin at W.
+    """Return the sources of A and B. A is uniform within 1 / sqrt(in), which is PEFT's Kaiming
+    initialization with a = sqrt(5). B is zero, so that training starts from W.
     """
     bound = in_features**-0.5
     return {
@@ -60,11 +60,11 @@ def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
 
 
 class LoRALinear(Linear):
-    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r); `dropout` is on the adapters'
-    input, in training mode.
+    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r). `dropout` applies to the input
+    of the adapter in training mode.
 
-    Under tensor parallelism a layer that splits its output splits B, one that splits its input
-    splits A; the other one is replicated, and its gradient is a part of a sum like that of every
+    With tensor parallelism a layer that splits its output splits B, and a layer that splits its
+    input splits A. The other matrix is replicated, and its gradient is a partial sum, as for every
     replicated parameter.
     """
 
@@ -72,7 +72,7 @@ class LoRALinear(Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(base, name))
-        # Those of a model of transformers are declared by the model.
+        # A transformers model declares the sources of its layers itself.
         self._base_sources = base.declare_sources() if isinstance(base, Linear) else {}
         like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
@@ -101,12 +101,12 @@ class LoRALinear(Linear):
 def _add_expert_adapters(
     experts: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
 ) -> dict[str, Source]:
-    """Add adapters for the weights `adapted`, transposed or not, to `experts`; return their
-    sources.
+    """Add adapters for the weights `adapted` to `experts`, whose weights may be transposed; return
+    the sources of the adapters.
 
-    `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E, r, I) and
-    `down_lora_B` (E, D, r); the attributes `scaling`, `dropout` and `adapter_enabled` are as in
-    `LoRALinear`.
+    The adapters are `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E,
+    r, I) and `down_lora_B` (E, D, r). The attributes `scaling`, `dropout` and `adapter_enabled` are
+    as in `LoRALinear`.
     """
     sources: dict[str, Source] = {}
     for name in sorted(adapted):
@@ -138,8 +138,8 @@ def _add_expert_adapters(
 class LoRAExperts(Experts):
     """Frozen `Experts` with adapters.
 
-    The experts are computed by single grouped GEMMs instead of the fused operator, because the
-    adapters of the first projection act before its SwiGLU.
+    Separate grouped GEMMs compute the experts instead of the fused operator, because the adapters
+    of the first projection act before its SwiGLU.
     """
 
     adapted: frozenset[str]
@@ -165,7 +165,7 @@ class LoRAExperts(Experts):
 
     @property
     def is_fused(self) -> bool:
-        # Not by super(), through which torch 2.11 traces no property.
+        # `super().is_fused` would be shorter, but torch 2.11 cannot trace it.
         return self.multiply is None and not self.is_biased and not self.adapter_enabled
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
@@ -181,11 +181,11 @@ class LoRAExperts(Experts):
 
 
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
-    """Freeze `model` and give the layers that `section.targets` names adapters of `dtype`, in
-    place. Before sharding.
+    """Freeze `model` and add adapters of `dtype` to the layers that `section.targets` names, in
+    place. Call this before sharding.
 
-    No-op if `section.rank` is 0. Raises ConfigError, the same on all ranks: a pattern matches
-    nothing that can have an adapter.
+    No-op if `section.rank` is 0. Raises ConfigError, on all ranks: a pattern matches no layer that
+    can have an adapter.
     """
     if not section.rank:
         return
@@ -199,7 +199,7 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
                 root.set_submodule(name, LoRALinear(module, section, dtype))
             elif isinstance(module, Experts):
                 root.set_submodule(name, LoRAExperts(module, model.config, adapted, section, dtype))
-            else:  # transformers' own class stays, and titanlite's forward of it looks for adapters
+            else:  # the class of transformers stays; titanlite's forward for it uses the adapters
                 sources = _add_expert_adapters(module, adapted, section, dtype)
                 cast(TransformersModel, model).sources |= {
                     f"{name}.{leaf}": s for leaf, s in sources.items()
@@ -209,7 +209,7 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
-    """Return the modules with adapters, `LoRALinear` or experts, by name; none without LoRA."""
+    """Return the modules with adapters, `LoRALinear` or experts, by name."""
     return {
         name: module
         for name, module in root_of(model).named_modules()
@@ -218,13 +218,13 @@ def adapted_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """Return the module that names of layers are relative to."""
+    """Return the module to which the names of layers are relative."""
     return model.transformers_model if isinstance(model, TransformersModel) else model
 
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Make `model` compute as the frozen base model while the context is open, bit for bit."""
+    """Make `model` compute bit for bit as the frozen base model while the context is open."""
     modules = [module for module in adapted_modules(model).values() if module.adapter_enabled]
     for module in modules:
         module.adapter_enabled = False
@@ -236,8 +236,8 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return what can have an adapter by name, as (module, weight): linear layers except the output
-    head, with "" for the weight, and the experts' weights.
+    """Return the layers and weights that can have an adapter, by name, as (module, weight): linear
+    layers except the output head, with "" as weight, and the experts' weights.
     """
     experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
     layers: set[nn.Module] = set()
@@ -252,7 +252,9 @@ def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the modules of experts by name, and those of their weights that can have adapters."""
+    """Return the modules of experts by name, each with the names of its weights that can have
+    adapters.
+    """
     if isinstance(model, TransformersModel):
         gated = {name: module.has_gate for name, module in model.expert_modules.items()}
         return {
@@ -268,8 +270,8 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
-    """Return the weights of experts that get an adapter, by module name; for a linear layer the
-    empty set.
+    """Return the targeted modules by name, each with the names of the experts' weights that get an
+    adapter; the set is empty for a linear layer.
     """
     possible = adaptable(model)
     patterns = split_patterns("lora.targets", section.targets)

@@ -1,5 +1,5 @@
-"""Adapters merged into the weights of their model: `W + alpha / rank * B A`, any part of a weight
-at a time.
+"""Merging of adapters into the weights of their model: `W + alpha / rank * B A`, for any part of a
+weight.
 """
 
 import re
@@ -42,14 +42,13 @@ _EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class MergedSource:
-    """A `SourceProvider` of the weights of `source`, for `model`, with the corrections of the
-    adapters in `folder`.
+    """A `SourceProvider` of the weights of `source` for `model`, merged with the adapters in
+    `folder`.
 
-    Adapters that `peft` trained are served too, if they are of linear layers or of fused experts.
+    Adapters from `peft` are supported if they belong to linear layers or fused experts.
 
     Raises:
-        CheckpointError: there are no adapters, they are damaged or, found when it is called, do not
-            fit the model.
+        CheckpointError: the adapters are missing or damaged, or, in a call, do not fit the model.
     """
 
     def __init__(self, source: SourceProvider, folder: Path, model: Model) -> None:
@@ -57,14 +56,15 @@ class MergedSource:
         self._source, self._folder, self._model = source, folder, model
         self._stored, self._config = read_adapter(folder)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        # no weights of their own to add to
+        # further names of tied weights: nothing is added to these
         self._tied = names - {name for name, _ in model.named_parameters()}
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         own = {name: info for name, info in tensors.items() if name not in self._tied}
         shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
         corrections = _Corrections(self._folder, self._stored, self._config, shapes, self._model)
-        readers: dict[int, _MergingReader] = {}  # all reads of one reader are handed over together
+        # by reader, because a reader gets all its reads in one call
+        readers: dict[int, _MergingReader] = {}
         for name, source in self._source(tensors):
             if isinstance(source, Read):
                 reader = readers.setdefault(
@@ -75,9 +75,10 @@ class MergedSource:
 
 
 class _Corrections:
-    """The corrections to weights of `model` of these global shapes, by name.
+    """The corrections `B A` of the weights of `model`, by name; `shapes` has the weights' global
+    shapes.
 
-    Reads one pair of matrices at a time.
+    One pair of matrices is read at a time.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class _Corrections:
             dict[str, str](),
             list[str](),
         )
-        # `peft` may have loaded the larger model, or its text model alone
+        # `peft` may have loaded the whole image-and-text model, or only its text model
         key_of = layout_of(model).key
         weights |= {key_of(module): name for module, name in weights.items()}
         for key in stored.tensors:
@@ -137,8 +138,8 @@ class _Corrections:
         return name in self._pairs
 
     def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
-        """Return `values` (float64), the `region` of the weight `name`, with its correction
-        added.
+        """Return the sum of `values` (float64), which are the `region` of the weight `name`, and of
+        its correction `B A`.
         """
         a, b = self._pair(name)
         rows, columns = region.slices[-2:]
@@ -172,8 +173,8 @@ class _Corrections:
 
 
 def _weights_by_module(shapes: Iterable[str], targets: Sequence[str]) -> dict[str, str]:
-    """Return the weights that can have adapters by the name of the module that peft wraps;
-    `targets` are parameters.
+    """Return the weights that can have adapters, by the name of the module that peft wraps;
+    `targets` are names of parameters.
     """
     experts: defaultdict[str, list[str]] = defaultdict(list)
     for name in shapes:
@@ -190,9 +191,7 @@ def _weights_by_module(shapes: Iterable[str], targets: Sequence[str]) -> dict[st
 
 
 class _MergingReader:
-    """A `TensorReader` that adds the corrections of adapters in float64, a few MiB at a time, and
-    rounds once.
-    """
+    """A `TensorReader` that adds corrections in float64, a few MiB at a time, and rounds once."""
 
     proves_coverage = False
 

@@ -1,10 +1,11 @@
 """Adapters on disk, in the format of the `peft` library: adapter_model.safetensors and
 adapter_config.json.
 
-`peft` wraps the module with an adapter: a linear layer X has `base_model.model.X.lora_A.weight` (r,
-in) and `lora_B` (out, r). Fused experts are parameters, and it wraps their module once per
-parameter, the first one innermost (under `base_layer`). Their matrices are flat: A is (E * r, in),
-and B is (out, r * E) with the experts running fastest, so that B[e][o, j] is at column j * E + e.
+`peft` wraps the module that gets an adapter: a linear layer X has
+`base_model.model.X.lora_A.weight` (r, in) and `lora_B` (out, r). Fused experts are parameters, so
+`peft` wraps their module once per parameter; the wrapper of the first parameter is the innermost
+(under `base_layer`). The matrices of experts are flat: A is (E * r, in), and B is (out, r * E) with
+the expert as the fastest index, so that B[e][o, j] is at column j * E + e.
 """
 
 import json
@@ -65,23 +66,28 @@ _HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
 
 
 def find_rows(name: str, config: AnyModelConfig) -> Iterable[tuple[int, int]]:
-    """Return `stored_rows` of the base weight `name`; transformers' classes store all in order."""
+    """Return `stored_rows` of the base weight `name`; transformers' classes do not reorder rows."""
     return stored_rows(name, config) if isinstance(config, ModelConfig) else ()
 
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """Key and shape of a stored adapter, and the run-time dims in the order on disk, before some
-    are joined.
+    """Key and shape of a stored adapter.
+
+    Attributes:
+        shape: shape on disk.
+        order: permutation of the dims at run time that gives the order on disk; then some dims are
+            flattened.
+        rows: ranges of rows in their order on disk, as in `stored_rows`.
     """
 
     key: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    rows: Sequence[tuple[int, int]] = ()  # as those of `stored_rows`
+    rows: Sequence[tuple[int, int]] = ()
 
     def pieces(self, shape: tuple[int, ...]) -> Iterable[Piece]:
-        """Return the parts of the run-time tensor of global `shape`, as they follow on disk."""
+        """Return the parts of the run-time tensor of global `shape`, in their order on disk."""
         region = self.stored_region(Region((0,) * len(shape), shape))
         whole = [Piece(self.key, self.shape, region)]
         return in_rows(self.key, self.shape, self.rows) if self.rows else whole
@@ -94,15 +100,15 @@ class AdapterPlace:
 
 
 def layout_of(model: Any) -> Layout:
-    """Return the layout of the files that `model` was read from; of transformers' class its own."""
+    """Return the layout of the files of `model`; a transformers class may have its own layout."""
     return getattr(format_of(model), "layout", Layout())
 
 
 def adapter_place(
     name: str, shape: tuple[int, ...], names: Iterable[str], model: Any
 ) -> AdapterPlace:
-    """Return the place of the adapter `name` of global `shape`; `names` are those of all adapters
-    of the `model`.
+    """Return the place on disk of the adapter `name` of global `shape`; `names` has all adapters of
+    `model`.
     """
     match, key_of = _EXPERT_ADAPTER.fullmatch(name), layout_of(model).key
     if match is None:
@@ -119,8 +125,8 @@ def adapter_place(
 
 
 def _name_of_base(folder: str) -> tuple[str, str]:
-    """Return name and revision of the model in `folder`: those of the hub if it is a local copy of
-    one.
+    """Return name and revision of the model in `folder`; a local copy of a hub model has the hub's
+    name and revision.
     """
     hub = _HUB_SNAPSHOT.search(folder)
     return (f"{hub[1]}/{hub[2]}", hub[3]) if hub else (str(Path(folder).absolute()), "")
@@ -129,15 +135,15 @@ def _name_of_base(folder: str) -> tuple[str, str]:
 def adapter_checkpoint(
     folder: Path, section: LoRASection, model: Model, base: str = "", *, key: str = ""
 ) -> "AdapterCheckpoint":
-    """Return the adapters in `folder` as a source for `materialize(model)`, next to the one of the
-    model in the folder `base`.
+    """Return the adapters in `folder` as a source for `materialize(model)`. The model in the folder
+    `base` is a separate source.
 
-    Warns if they were trained on a model of another name. `key` is the setting that asks for them;
-    without one they are of the run to resume.
+    A warning is logged if the adapters were trained on a model with a different name. `key` is the
+    setting that names the folder; it is empty if the adapters belong to the run that is resumed.
 
     Raises:
-        CheckpointError: on all ranks; there are none, they are damaged, or of another alpha or
-            scaling than `section`.
+        CheckpointError, on all ranks: the adapters are missing or damaged, or have a different
+            rank, alpha or scaling than `section`.
 
     Collectives: one broadcast; every rank must call.
     """
@@ -169,7 +175,7 @@ def adapter_checkpoint(
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Settings that applying adapters needs; `base` is their model, a folder or
+    """The settings that are needed to apply adapters. `base` is their model: a folder, or
     `owner/model[@revision]` of the hub.
     """
 
@@ -182,12 +188,12 @@ class AdapterConfig:
 def read_adapter(
     folder: Path, prefix: str = "", *, exact: bool = False
 ) -> tuple[Stored, AdapterConfig]:
-    """Return tensors and configuration of the adapters in `folder`; with `exact`, also those that
-    only a resume reads.
+    """Return tensors and configuration of the adapters in `folder`. `exact` is True for a resume,
+    and changes the remedy in the error.
 
     Raises:
-        CheckpointError: there are none, they are damaged, or need what titanlite cannot apply. It
-            begins with `prefix`.
+        CheckpointError: the adapters are missing or damaged, or titanlite cannot apply them. The
+            message begins with `prefix`.
     """
     where = f"{prefix}checkpoint {folder}"
     if not (folder / ADAPTER_FILE).exists():
@@ -225,12 +231,12 @@ def read_adapter(
     return stored, AdapterConfig(rank, scaling, name, tuple(map(str, parameters)))
 
 
-# Values that mean plain LoRA, of the keys of adapter_config.json that could change what the stored
-# matrices compute.
+# Keys of adapter_config.json that can change the meaning of the stored matrices, with the values
+# that mean plain LoRA.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    # Others (pissa, olora, corda, loftq, lora_ga) change W, too.
+    # pissa, olora, corda, loftq and lora_ga change W, too.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(
         ("use_dora", "alpha_pattern", "fan_in_fan_out", "alora_invocation_tokens", "kasa_config"),
@@ -240,8 +246,8 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 class AdapterCheckpoint:
-    """A `SourceProvider` of all adapters of the model; strict about them, and ignores other
-    tensors.
+    """A `SourceProvider` of all adapters of the model. It is strict about adapters, and ignores
+    other tensors.
     """
 
     complete = False
@@ -293,7 +299,7 @@ class AdapterCheckpoint:
 
 
 class _AdapterReader:
-    """A `TensorReader` whose stored tensors may have their dims in another order."""
+    """A `TensorReader` whose stored tensors may have a different order of dims."""
 
     def __init__(self, inner: SafetensorsReader, places: Mapping[str, AdapterPlace]) -> None:
         self.name, self.proves_coverage = inner.name, inner.proves_coverage
@@ -304,7 +310,7 @@ class _AdapterReader:
         for request in requests:
             place = self._places[request.name]
             view = request.destination.permute(place.order)
-            values = view.contiguous()  # the destination itself where no dims change places
+            values = view.contiguous()  # the destination itself if the order of dims is the same
             staged += [] if values is view else [(view, values)]
             inner.append(ReadRequest(request.name, place.stored_region(request.region), values))
         self._inner.read(inner)
@@ -313,13 +319,13 @@ class _AdapterReader:
 
 
 _LAYER = re.compile(r".*\.layers\.\d+\.")
-# Names that peft takes for single experts of older transformers in models with experts, and
-# renames.
+# In models with experts, peft takes these names for the separate experts of older transformers, and
+# renames them.
 _FUSED_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class PeftFormat(HFFormat):
-    """Checkpoints of the adapters alone; every run reads the pretrained model anew."""
+    """Checkpoints with only the adapters; every run reads the pretrained model again."""
 
     def __init__(self, section: CheckpointSection, model: ModelSection, lora: LoRASection) -> None:
         super().__init__(section, model)
@@ -345,8 +351,8 @@ class PeftFormat(HFFormat):
     def describe(
         self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]
     ) -> dict[str, bytes]:
-        """Build the files next to the adapters, and check the description of the model to merge
-        them into, too.
+        """Build the files next to the adapters. Also check that the model's description can be
+        written, which a later merge needs.
         """
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
         what = "the description of the model"
@@ -355,8 +361,8 @@ class PeftFormat(HFFormat):
         def write(folder: Path) -> None:
             write_adapter_config(folder, model, self._lora, self.base)
             if isinstance(model.config, ModelConfig):
-                # peft's file has no place for overrides of a run; `model_config_from_hf` reads them
-                # here.
+                # peft's file cannot hold overrides of a run; `model_config_from_hf` reads them from
+                # this file.
                 table = {
                     **family_of(model.config).to_hf(model.config),
                     "model_type": model.config.family,
@@ -370,8 +376,8 @@ class PeftFormat(HFFormat):
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:
-    """Layout of adapter_model.safetensors over this rank's shards, in the adapters' own dtype. No
-    collective.
+    """Return the layout of adapter_model.safetensors over this rank's shards, in the adapters' own
+    dtype, without collectives.
     """
     entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
     names = {entry.fqn for entry in entries}
@@ -380,20 +386,20 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
         entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
     ):
         stored = adapter_place(entry.fqn, entry.info.shape, names, plan.model)
-        # A copy only where dims change places: B of experts.
+        # This copies only if the order of dims changes, as for B of experts.
         local = local_of(entry.tensor).permute(stored.order).contiguous()
         region = stored.stored_region(entry.region)
         items += [
             Item.of(piece, entry.dtype, local, region, share.mine, entry.fqn)
             for piece in stored.pieces(entry.info.shape)
         ]
-    # One file whatever its size: peft does not know another.
+    # One file of any size: peft does not read several files.
     return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
 
 
 def write_adapter_config(folder: Path, model: Model, section: LoRASection, base: str) -> None:
-    """Write adapter_config.json for the adapters of `model` on the model in the folder `base`. On
-    one rank.
+    """Write adapter_config.json for the adapters of `model`, whose base model is in the folder
+    `base`; call on one rank.
     """
     modules, parameters = _targets(model)
     name, revision = _name_of_base(base)
@@ -404,8 +410,8 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
         "revision": revision or None,
         "r": section.rank,
         "lora_alpha": int(section.alpha) if section.alpha == int(section.alpha) else section.alpha,
-        # peft refuses dropout next to adapters of parameters; for using the adapter it makes no
-        # difference.
+        # peft refuses dropout together with adapters of parameters. Dropout makes no difference
+        # when the adapter is used.
         "lora_dropout": 0.0 if parameters else section.dropout,
         "use_rslora": section.use_rslora,
         "target_modules": modules,
@@ -417,10 +423,10 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
 
 
 def _targets(model: Model) -> tuple[list[str], list[str]]:
-    """Peft's target_modules and target_parameters for the adapters of `model`.
+    """Return peft's target_modules and target_parameters for the adapters of `model`.
 
-    In models with experts peft renames target_modules gate_proj, up_proj and down_proj; the weights
-    of such linear layers (dense layers, shared experts) are given as target_parameters.
+    In models with experts peft renames the target_modules gate_proj, up_proj and down_proj. So
+    linear layers with these names (dense layers, shared experts) are listed as target_parameters.
     """
     adapted: set[str] = set()
     for name, module in adapted_modules(model).items():
@@ -440,7 +446,7 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
             parameters[f"{name}.weight"] = name in adapted
         else:
             modules[name] = name in adapted
-    # peft looks at all modules: a short name must not mean one that has no adapter here.
+    # peft searches all modules: a short name must not match a module without an adapter.
     others = (name for name, module in root_of(model).named_modules() if module._parameters)
     modules |= {name: False for name in others if name not in possible and name not in experts}
     key_of = layout_of(model).key
@@ -452,7 +458,7 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
 
 
 def _shorten(targeted: Mapping[str, bool], short_of: Mapping[str, str]) -> list[str]:
-    """Return the targeted names; a short one where all names that it stands for are targeted."""
+    """Return the targeted names, shortened if all names with the same short form are targeted."""
     not_all = {short_of[name] for name, is_target in targeted.items() if not is_target}
     return sorted(
         {
