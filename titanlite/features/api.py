@@ -62,8 +62,8 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
 
 
 def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) -> JobConfig:
-    """Load from a file, a dictionary of sections, or a configuration; `sections` override it, and
-    the arguments `overrides` override both.
+    """Make a configuration from a file, a dictionary of sections, or a configuration; `sections`
+    override it, and the arguments `overrides` override both.
     """
     reader, path = Reader(), None
     if isinstance(config, JobConfig):
@@ -81,7 +81,7 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `table` as a TOML file could have it: paths are text, and None is left out."""
+    """Return `table` with values that TOML allows: paths become strings, and None is omitted."""
     values = {
         key: os.fspath(value) if isinstance(value, Path) else value for key, value in table.items()
     }
@@ -94,15 +94,15 @@ def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Give a run its own log, events and process group, and undo them, so that another run can
-    follow in the process.
+    """Give a run its own log, events and process group, and undo them afterwards, so that the
+    process can start another run.
 
-    After an error, several ranks keep their process group: others may be in collectives, and
-    destroying it would wait for them.
+    After an error, a process group of several ranks is not destroyed: that would wait for ranks
+    that are still in collectives.
     """
     had_group, handlers, failed = dist.is_initialized(), logger.handlers[:], True
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    # each process group of torch puts `[rank0]:` in front of what it found
+    # each process group of torch wraps the previous hook, to print `[rank0]:` before its output
     excepthook = sys.excepthook
     logger.handlers.clear()
     setup_logger()

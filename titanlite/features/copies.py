@@ -1,5 +1,5 @@
-"""Copies of a model on several machines: compared before anything is read, since each rank reads
-its part of a tensor from the copy of its machine.
+"""Comparison of a model's copies on several machines before they are read. Each rank reads its part
+of a tensor from the copy on its machine, so the copies must be equal.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from titanlite.base.process import read_variable
 from titanlite.checkpoint.folder import OWN_FOLDER, shown
 from titanlite.config.assets import base_model_of
 
-# What is read of a model's folder. Others, such as a README, may differ.
+# The files of a model's folder that are read. Other files, such as a README, may differ.
 _FILES = (
     *(
         "*.safetensors",
@@ -36,26 +36,27 @@ _FILES = (
         "chat_template*",
     ),
 )
-_WHOLE_BYTES = 64 << 20  # files up to this size are compared whole, except safetensors
-# of the data of other files: at the start, each quarter, and the end
+_WHOLE_BYTES = 64 << 20  # all bytes of files up to this size are compared, except safetensors
+# windows that are compared in the data of other files: at the start, each quarter, and the end
 _WINDOW_BYTES, _NUM_WINDOWS = 4096, 5
 _COMMIT = "the commit"
 _MOST_NAMES = 4
 
 
 def check_same_copies(paths: Mapping[str, str]) -> None:
-    """Check that all machines hold the same at `paths`, by setting; one rank of each machine looks.
+    """Check that all machines have the same files at `paths` (setting to path); one rank of each
+    machine reads them.
 
-    It compares sizes, safetensors headers, five windows of 4 KiB in their data, other files whole,
-    and the commit of a model in the hub's cache. On one machine there is nothing to check.
+    The check compares sizes, safetensors headers and five windows of 4 KiB in their data, all bytes
+    of other files, and the commit of a model in the hub's cache. On one machine it does nothing.
 
-    Raises ConfigError: on all ranks; names the machines and files that differ. Collective: every
-    rank must call.
+    Raises ConfigError, on all ranks: files differ; names the machines and the files. Collective:
+    every rank must call.
     """
     ranks_here = int(read_variable("LOCAL_WORLD_SIZE") or dist.get_world_size())
     if ranks_here == dist.get_world_size():
         return
-    looks = dist.get_rank() % ranks_here == 0  # of consecutive ranks one does
+    looks = dist.get_rank() % ranks_here == 0  # one rank of each machine
     mine = {key: _summarize(Path(path)) for key, path in paths.items()} if looks else {}
     gathered = gather_objects((socket.gethostname(), dict(paths), mine))
     problems = []
@@ -90,8 +91,8 @@ def _describe_difference(copy: Mapping[str, str], usual: Mapping[str, str]) -> s
 
 
 def _summarize(path: Path) -> dict[str, str]:
-    """Return a digest of each file at `path`, a folder or a file; of safetensors one of the header,
-    one of the data.
+    """Return a digest of each file at `path`, a folder or a file. A safetensors file has two
+    digests, of its header and of its data.
     """
     base = base_model_of(str(path))
     found = {_COMMIT: base.revision} if base is not None and base.on_hub else {}

@@ -1,11 +1,11 @@
 """User-defined objectives, optimizers and metrics, which settings name as "package.module:name".
 
-An objective is a loss of each token's logits, in chunks, one of log-probabilities, or a whole
-`Objective`. An optimizer is tried on small stand-ins first, so that its states can be saved and
-found again. A metric is a function of a point.
+An objective is a loss of each token's logits, in chunks, a loss of log-probabilities, or a whole
+`Objective`. An optimizer is first tried on small placeholders, to learn which states it has, so
+that they can be saved and restored. A metric is a function of a logged `StepPoint`.
 
-Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of it on this rank, D
-width, M = 1 + the number of metrics.
+Shapes: B rows, S tokens, T = B * S, C tokens of a chunk, V vocabulary, v rows of the vocabulary on
+this rank, D width, M = 1 + the number of metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
     """Return the objective that `training.objective` names, after a trial on a few tokens.
 
     Raises:
-        ConfigError: it cannot be imported, raises something, or returns something else than a loss
+        ConfigError: the objective cannot be imported, raises an error, or does not return a loss
             and metrics.
     """
     name = job.training.objective
@@ -65,8 +65,8 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Split a function's result into loss and metrics, all of this shape; TypeError if it is
-    neither a loss nor a loss and a dictionary of metrics.
+    """Split a function's result into loss and metrics, all of this shape. TypeError: it is neither
+    a loss nor a tuple of a loss and a dictionary of metrics.
     """
     parts: tuple[Any, Any] = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss, metrics = parts
@@ -88,9 +88,9 @@ def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[st
 class TokenObjective(NextToken):
     """The mean of a function of the logits over the tokens with a label.
 
-    It is called with logits (C, V) float32 and labels (C,) int64, -100 where there is none; returns
-    the losses (C,), and maybe a dictionary of metrics (C,). Backward calls it again, so it must be
-    deterministic.
+    The function gets logits (C, V) float32 and labels (C,) int64, -100 for tokens without a label.
+    It returns the losses (C,), optionally with a dictionary of metrics (C,). Backward calls it
+    again, so it must be deterministic.
     """
 
     def __init__(self, function: Callable[..., Any], vocab_size: int) -> None:
@@ -113,8 +113,8 @@ class TokenObjective(NextToken):
 
 
 class TokenValues:
-    """A `reduction` of a model's forward: loss and metrics of every token, (B, S, M), of logits in
-    chunks.
+    """A `reduction` for a model's forward: computes loss and metrics of every token, (B, S, M),
+    from logits in chunks.
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str]) -> None:
@@ -129,15 +129,16 @@ class TokenValues:
         chunk_tokens: int,
         shard: VocabShard | None,
     ) -> torch.Tensor:
-        """Return (T, M) float32; as `linear_cross_entropy` with `reduction` = "none".
+        """Return (T, M) float32; arguments are as in `linear_cross_entropy` with `reduction` =
+        "none".
 
-        Collectives: with `shard` a sum of (C, V) per chunk, in forward and in backward; all ranks
-        hold the same tokens.
+        Collectives: with `shard`, a sum of (C, V) per chunk, in forward and in backward; all ranks
+        must hold the same tokens.
         """
         return _InChunks.apply(hidden_TD, weight_vD, labels_T, chunk_tokens, shard, self.of_logits)  # type: ignore[no-any-return]
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-        """Return (C, M), 0 where there is no label."""
+        """Return (C, M), 0 for tokens without a label."""
         loss_C, metrics = _split(self._function(logits_CV, labels_C), tuple(labels_C.shape))
         columns = [loss_C, *(metrics[name].detach() for name in self._names)]
         return torch.stack([x.to(logits_CV.dtype) for x in columns], dim=-1).where(
@@ -146,8 +147,8 @@ class TokenValues:
 
 
 class _InChunks(torch.autograd.Function):
-    """Backward projects every chunk a second time, and sums the gradient of the weight in
-    float32.
+    """`TokenValues` with a backward that projects every chunk again, and sums the gradient of the
+    weight in float32.
     """
 
     @staticmethod
@@ -200,7 +201,7 @@ class _InChunks(torch.autograd.Function):
 def _project(
     hidden_CD: torch.Tensor, weight_vD: torch.Tensor, shard: VocabShard | None
 ) -> torch.Tensor:
-    """Logits of the whole vocabulary, (C, V), in float32 or float64."""
+    """Return logits of the whole vocabulary, (C, V), in float32 or float64."""
     own_Cv = hidden_CD @ weight_vD.T
     own_Cv = own_Cv.to(torch.promote_types(own_Cv.dtype, torch.float32))
     if shard is None:
@@ -214,9 +215,9 @@ class BatchObjective(NextToken):
     """A function of the log-probability of every label, divided by the number of tokens with a
     label.
 
-    It is called with log-probabilities (B, S) float32, 0 where there is no label, and the `Batch`;
-    returns the sum of the losses of these rows, a scalar, and maybe a dictionary of metrics, sums
-    as well.
+    The function gets log-probabilities (B, S) float32, 0 for tokens without a label, and the
+    `Batch`. It returns the sum of the losses of these rows, a scalar, optionally with a dictionary
+    of metrics, which are sums, too.
     """
 
     def __init__(self, function: Callable[..., Any], seq_len: int) -> None:
@@ -239,12 +240,14 @@ class BatchObjective(NextToken):
 def build_metric(
     section: MetricsSection,
 ) -> tuple[Callable[[StepPoint], Mapping[str, float]], bool]:
-    """Return the function of `metrics.function`, whose values are logged as metric/NAME, and
-    whether it takes the gradients after each backward; a function without values if none is set.
+    """Return a wrapper of the function `metrics.function`, and whether it takes the gradients after
+    each backward.
+
+    The values are logged as metric/NAME. If the setting is empty, the wrapper returns no values.
 
     Raises:
-        TrainingError: when called: it raises something, or returns something else than a dictionary
-            of numbers.
+        TrainingError, in a call of the wrapper: the function raises an error, or does not return a
+            dictionary of numbers.
     """
     if not section.function:
         return lambda point: {}, False
@@ -273,17 +276,18 @@ def build_metric(
     return measure, reads_backwards
 
 
-_SIZES = (3, 4, 5, 6)  # of the stand-ins: all differ, so that a state's shape tells its dims
+# Sizes of placeholders; all differ, so that the shape of a state identifies its dims.
+_SIZES = (3, 4, 5, 6)
 _Named = list[tuple[str, nn.Parameter]]
 _Build = Callable[[_Named, OptimizerSection], torch.optim.Optimizer]
 
 
 def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch.optim.Optimizer:
-    """Build the optimizer of the function `optimizer.name`, from (name, parameter) of all trained
-    parameters.
+    """Call the function `optimizer.name` with (name, parameter) of all trained parameters, and
+    return the optimizer.
 
     Raises:
-        ConfigError: it cannot be built or stepped, leaves a parameter out, or has states that
+        ConfigError: the optimizer cannot be built or stepped, omits a parameter, or has states that
             cannot be saved.
     """
     build: _Build = load_extension("optimizer.name", section.name, ["named_parameters, section"])
@@ -303,7 +307,7 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             mesh = param.device_mesh if isinstance(param, DTensor) else None
-            key = (number, mesh, states[names[id(param)]])  # a fused call takes one mesh
+            key = (number, mesh, states[names[id(param)]])  # a fused update accepts only one mesh
             options = {name: value for name, value in group.items() if name != "params"}
             groups.setdefault(key, {"params": [], **options, "state_names": key[2]})[
                 "params"
@@ -333,8 +337,8 @@ def _build(build: _Build, named: _Named, section: OptimizerSection) -> torch.opt
 
 
 def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[str, tuple[str, ...]]:
-    """Step the optimizer on small stand-ins of the parameters; return the names of the state
-    tensors of each.
+    """Step the optimizer on small placeholders for the parameters; return the names of each one's
+    state tensors.
     """
     stand_ins = [
         (name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named

@@ -1,8 +1,8 @@
 """Direct preference optimization (arXiv:2305.18290) on packed rows of pairs.
 
-In each row document 2 n is the chosen answer of a pair and document 2 n + 1 the rejected one, each
-after its own copy of the prompt; prompts and padding have no labels. The log-probabilities of the
-reference model are computed in each step, or once before.
+In each row, document 2 n has the prompt and the chosen answer of a pair, and document 2 n + 1 has
+the prompt and the rejected answer; prompts and padding have no labels. The log-probabilities of the
+reference model are computed in each step, or once before the first step.
 
 Shapes: B rows, S tokens, N documents of the fullest row (even), P = N / 2 pairs.
 """
@@ -27,10 +27,11 @@ from titanlite.objective import ObjectiveSums
 
 
 class DPO:
-    """Mean over the pairs of `-log sigmoid(margin)`, the margin being that of the rewards
-    `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7). With label
-    smoothing e, for a share e of wrong preferences, `-(1 - e) log sigmoid(margin) - e log
-    sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is a pair.
+    """Mean over the pairs of `-log sigmoid(margin)`, where the margin is the difference of the
+    rewards `beta * (log p(answer) - log p_reference(answer))` (arXiv:2305.18290, eq. 7).
+
+    With label smoothing e, for a fraction e of wrong preferences, the loss is `-(1 - e) log
+    sigmoid(margin) - e log sigmoid(-margin)` (ericmitchell.ai/cdpo.pdf). A unit is a pair.
     """
 
     metric_names: Sequence[str] = (
@@ -55,8 +56,8 @@ class DPO:
         return ((ids_BS != before_BS) & (ids_BS >= 0) & (ids_BS % 2 == 0)).sum()
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
-        # First the reference: routers count the rows of the latest forward, which must be that of
-        # the trained model.
+        # The reference comes first: routers count the rows of the latest forward, which must be the
+        # forward of the trained model.
         reference_BP2 = self.reference(model, batch).unflatten(1, (-1, 2))
         log_probs_BN, aux = document_log_probs(model, batch)
         log_probs_BP2 = log_probs_BN.unflatten(1, (-1, 2))
@@ -69,7 +70,7 @@ class DPO:
         present_BN = _membership(batch.document_ids, log_probs_BN.shape[1]).any(dim=-1)
         present_BP2 = present_BN.unflatten(1, (-1, 2))
         pair_BP = present_BP2.all(dim=-1)
-        # Half a pair has no loss; a plausible number would hide that.
+        # Half a pair has no loss. It must not get a plausible value.
         torn_BP = present_BP2.any(dim=-1) & ~pair_BP
         loss_BP = loss_BP.where(pair_BP, 0.0).masked_fill(torn_BP, float("nan"))
         with torch.no_grad():
@@ -84,8 +85,8 @@ class DPO:
 
 
 def check_pairs(job: JobConfig, form: str) -> list[str]:
-    """Return the problem of rows of `form` if `training.objective` cannot compare them: pairs would
-    be trained token by token, both sides alike, or there are no pairs.
+    """Return a problem if rows of the format `form` do not match `training.objective`: pairs with
+    an objective that would train both answers, or DPO without pairs.
     """
     if form == "preference" and job.training.objective == "next_token":
         return [
@@ -102,12 +103,12 @@ def check_pairs(job: JobConfig, form: str) -> list[str]:
 
 
 def build_dpo(job: JobConfig) -> DPO | None:
-    """Build the objective if `training.objective` is "dpo"; None if not. `check_pairs` has looked
-    at the rows.
+    """Build the objective if `training.objective` is "dpo", else return None. Call `check_pairs`
+    before.
     """
     if job.training.objective != "dpo":
         return None
-    # Adapters that were trained before belong to the model that training begins with.
+    # Adapters from lora.init_from belong to the initial model.
     fresh_adapters = job.lora.rank > 0 and not job.lora.init_from
     is_off = job.dpo.reference == "adapters_off" or (job.dpo.reference == "auto" and fresh_adapters)
     return DPO(
@@ -116,7 +117,7 @@ def build_dpo(job: JobConfig) -> DPO | None:
 
 
 def turn_off_dropout(model: torch.nn.Module) -> None:
-    """Set dropout to 0 in all layers: the reference has none, so its noise would count as
+    """Set dropout to 0 in all layers: the reference has no dropout, so its noise would count as
     reward.
     """
     found = set()
@@ -136,11 +137,11 @@ def turn_off_dropout(model: torch.nn.Module) -> None:
 
 
 def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-probability of each document's labels (B, N) float64, the model's balance
-    losses).
+    """Return the log-probability of each document's labels, (B, N) float64, and the model's balance
+    losses.
 
-    Summed in float64 by a matrix product with the documents' masks: in fixed order, where an
-    `index_add` on CUDA would use atomics. The number of documents is copied to the host, a
+    The sum is a float64 matmul with the documents' masks, which has a fixed order; `index_add` on
+    CUDA would use atomics. The number of documents is copied to the host, which is a
     synchronization point.
     """
     losses = model(
@@ -166,8 +167,8 @@ def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
 
 
 class AdaptersOff:
-    """The frozen base model is the reference: one more forward per batch without adapters, no
-    second model.
+    """The frozen base model as reference: it takes one more forward per batch, without adapters,
+    and no second model.
     """
 
     def fill(
@@ -176,10 +177,10 @@ class AdaptersOff:
         """Do nothing."""
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Log p(document), (B, N) float64. Collective: runs the sharded model; every rank must
-        call.
+        """Return log p(document), (B, N) float64. Collective: runs the sharded model; every rank
+        must call.
         """
-        # The forward of the trained model follows, on the same weights.
+        # No resharding: the forward of the trained model follows with the same weights.
         with adapters_disabled(model), forward_only(model, reshard=False):
             return document_log_probs(model, batch)[0]
 
@@ -195,10 +196,10 @@ class CachedReference:
         self._pairs: dict[bytes, tuple[float, float]] = {}
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Log p(document), (B, N) float64; the batch is copied to the host to be looked up.
+        """Return log p(document), (B, N) float64. The batch is copied to the host for the look-up.
 
         Raises:
-            TrainingError: a pair was not there when the cache was filled.
+            TrainingError: the batch has a pair that was not in the batches of `fill`.
         """
         found = np.zeros((batch.tokens.shape[0], num_documents(batch.document_ids)))
         for row, pair, key in _keys(batch):
@@ -213,11 +214,11 @@ class CachedReference:
     def fill(
         self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
     ) -> None:
-        """Compute all pairs of this rank's `batches` (as many on every rank) with the model of the
-        initial weights.
+        """Compute all pairs of this rank's `batches` with the initial weights; every rank must have
+        the same number of batches.
 
-        Collectives: one small all-reduce per batch, a forward of the model where a pair is missing
-        on any rank, and a gather at the end; every rank must call.
+        Collectives: one small all-reduce per batch, a forward of the model if a pair is missing on
+        any rank, and a gather at the end; every rank must call.
         """
         model = None
         for batch in batches:
@@ -234,7 +235,7 @@ class CachedReference:
             for row, pair, key in keys:
                 chosen, rejected = log_probs_BN[row, 2 * pair : 2 * pair + 2].tolist()
                 self._pairs[key] = (chosen, rejected)
-        # Of several pipeline stages the last has the values, and its ranks come last.
+        # With pipeline stages only the last one has values. Its ranks come last, so they win.
         self._pairs = {
             key: value for pairs in gather_objects(self._pairs) for key, value in pairs.items()
         }

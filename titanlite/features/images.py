@@ -1,10 +1,10 @@
-"""Chats with images: JSON lines, rendered and cut into tokens and pixels by the model's own
-processor.
+"""Chats with images: JSON lines that the model's own processor renders and converts to tokens and
+pixels.
 
 docs/fine_tuning.md shows a row. Every row is one sequence with at least one image: a rank without
-images would skip the vision tower, and the others would wait for it. The loss is on the assistant's
-messages, found as in text chats; later messages must not change how they are shown. All rows are
-checked before training, and each image is decoded.
+images would skip the vision tower, and the other ranks would wait for it. The loss is on the
+assistant's messages, which are found as in text chats; later messages must not change their
+rendering. Before training all rows are checked, and each image is decoded.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -44,23 +44,23 @@ from titanlite.features.sft.readers import RowError, first_line, read_rows
 from titanlite.features.sft.unread import refuse_unread
 from titanlite.ops import IGNORE_INDEX
 
-# Pillow reads 40 more; one of them, PostScript, starts a program.
+# Pillow reads 40 more formats. One of them, PostScript, starts a program.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-# 200 MB decoded; processors take several times that, and shrink it to some megapixels
+# This is 200 MB decoded. Processors use several times that, and then shrink the image.
 _MOST_PIXELS = 2**26
 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """B sequences of L tokens, and further inputs of the model; the same fields as `Batch`.
+    """B sequences of L tokens, and further inputs of the model; it has the same fields as `Batch`.
 
     Attributes:
-        tokens, labels: int64 (B, L), padded at the end; a label is the token that follows, or -100.
-        inputs: for the model's forward, such as pixel_values and image_grid_thw; images of all
-            sequences together.
-        positions, document_ids: None: the model counts places in images itself, and a sequence is
-            one document.
-        num_padding: tokens of all sequences together that are padding.
+        tokens, labels: int64 (B, L), padded at the end; a label is the next token, or -100.
+        inputs: further inputs of the model's forward, such as pixel_values and image_grid_thw; they
+            hold the images of all sequences.
+        positions, document_ids: always None: the model computes positions in images itself, and a
+            sequence is one document.
+        num_padding: number of padding tokens in all sequences.
     """
 
     tokens: Tensor
@@ -83,15 +83,15 @@ class ImageBatch:
         )
 
     def with_rows(self, count: int) -> "ImageBatch":
-        """Return the batch without labels from row `count` on. Images stay: every rank must run the
-        vision tower.
+        """Return the batch with labels only in the first `count` rows. Images stay: every rank must
+        run the vision tower.
         """
         kept = torch.arange(len(self.labels), device=self.labels.device) < count
         return replace(self, labels=self.labels.where(kept.unsqueeze(1), IGNORE_INDEX))
 
 
 class ImageRow(NamedTuple):
-    """One chat: where it stands, its messages as the template takes them, and its images in
+    """One chat: its file and line, its messages as the template expects them, and its images in
     order.
     """
 
@@ -101,15 +101,15 @@ class ImageRow(NamedTuple):
 
 
 class ImageDataset(ShuffledSequences):
-    """The rows of a file as sequences, processed when they are needed; a `SequenceDataset`.
+    """A `SequenceDataset` of the rows of a file, which are processed when they are needed.
 
-    `processor` is a transformers processor with a chat template; `date` is its date of today
-    (empty: the actual one).
+    `processor` is a transformers processor with a chat template; `date` is the current date in the
+    template (empty: today).
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with
-            more than `seq_len` tokens, or that the template refuses; or there are fewer than two
-            rows, and some are to be held out.
+            more than `seq_len` tokens, or that the template refuses. Also raised if rows should be
+            held out and there are fewer than two.
     """
 
     form = "messages"
@@ -170,7 +170,7 @@ class ImageDataset(ShuffledSequences):
             tokens[i, :length] = ids
             labels[i, : length - 1] = torch.where(trained, ids, IGNORE_INDEX)[1:]
             for name, value in extra.items():
-                if value.shape == (1, length):  # of tokens, such as which ones are images
+                if value.shape == (1, length):  # a value per token, such as a mask of image tokens
                     value = torch.nn.functional.pad(value, (0, self.seq_len - length))
                 inputs.setdefault(name, []).append(value)
         num_padding = tokens.numel() - sum(len(ids) for ids, _, _ in parts)
@@ -182,7 +182,7 @@ class ImageDataset(ShuffledSequences):
         )
 
     def get_document(self, index: int) -> tuple[ImageRow, list[int], list[bool]]:
-        """Return the token ids of row `index`, without padding, and which of them are trained."""
+        """Return row `index`, its token ids without padding, and which of them are trained."""
         ids, trained, _ = self._process(self._rows[index])
         return self._rows[index], ids.tolist(), trained.tolist()
 
@@ -199,7 +199,7 @@ class ImageDataset(ShuffledSequences):
         except RowError as error:
             raise DataError(f"{row.place}: {error}") from None
         if answers and answers[-1] == len(row.messages) - 1 and turns[-1].text.startswith(text):
-            text = turns[-1].text  # with the end that the next message would add
+            text = turns[-1].text  # with the end of turn that the next message would add
         ids, extra = self._encode(row, len(row.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
         for i, turn in zip(answers, turns, strict=True):
@@ -224,7 +224,7 @@ class ImageDataset(ShuffledSequences):
         return ids, trained, extra
 
     def _find_turn(self, row: ImageRow, i: int) -> Turn:
-        """Return the turn of the answer messages[i]."""
+        """Return the turn of the answer `row.messages[i]`."""
         prompt = self._show(row.messages[:i], prompt=True)
         done = self._show(row.messages[: i + 1])
         end = self._get_end(isinstance(row.messages[i]["content"], list))
@@ -246,15 +246,15 @@ class ImageDataset(ShuffledSequences):
         try:
             options = self._options | {"add_generation_prompt": prompt}
             return str(self._processor.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # a template raises anything
+        except Exception as error:  # a template may raise any error
             text = f"the model's processor refuses it: {first_line(error)}"
             raise RowError("template failed", text) from error
 
     def _encode(
         self, row: ImageRow, num_messages: int, text: str, images: list[Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the tokens of `text`, which shows the first `num_messages` messages, and the other
-        inputs.
+        """Return the tokens of `text`, the rendering of the first `num_messages` messages, and the
+        further inputs of the model.
         """
         count = sum(
             part.get("type") == "image"
@@ -263,7 +263,7 @@ class ImageDataset(ShuffledSequences):
         )
         try:
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
-        except Exception as error:  # of a tokenizer, or a processor of images
+        except Exception as error:  # a tokenizer or image processor may raise any error
             raise DataError(
                 f"{row.place}: the model's processor refuses it: {first_line(error)}"
             ) from error
@@ -276,8 +276,8 @@ class ImageDataset(ShuffledSequences):
 
 
 def _join(values: list[Tensor]) -> Tensor:
-    """Join along the first dim; smaller images are padded with zeros at the end, as processors do
-    in a batch.
+    """Concatenate along the first dim. Smaller images are padded with zeros at the end, as
+    processors do in a batch.
     """
     shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     padded = []
@@ -294,12 +294,12 @@ def _begins(whole: Tensor, start: Tensor) -> bool:
 
 
 def load_processor(folder: str) -> Any:
-    """Return the processor of the model in `folder`; a DataError if there is none, or it has no
-    chat template.
+    """Return the processor of the model in `folder`. DataError: it is missing, or has no chat
+    template.
     """
     try:
         processor = load_from_folder("AutoProcessor", folder)
-    except Exception as error:  # transformers checks little of what it reads
+    except Exception as error:  # transformers hardly checks these files
         reason = " ".join(str(error).split())
         raise DataError(f"data: cannot load the processor of {folder}: {reason}") from error
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
@@ -312,8 +312,8 @@ def load_processor(folder: str) -> Any:
 
 
 def load_image(place: str, path: Path) -> Any:
-    """Return the decoded image, RGB; a DataError names `place` and a file that is missing or does
-    not decode.
+    """Return the decoded image, RGB. DataError: the file is missing or does not decode; names
+    `place` and the file.
     """
     try:
         from PIL import Image
@@ -325,11 +325,11 @@ def load_image(place: str, path: Path) -> Any:
         ) from None
     try:
         with open_regular(path) as file, warnings.catch_warnings():
-            # the limit here is lower
+            # our limit is lower
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(file, formats=_FORMATS) as image:
                 return _to_rgb(image)
-    except Exception as error:  # a decoder raises anything on a damaged file
+    except Exception as error:  # on a damaged file a decoder may raise any error
         if isinstance(error, OSError) and error.filename is not None:
             raise DataError(
                 f"{place}: cannot read {path}: {error.strerror}. Correct the path."
@@ -341,8 +341,8 @@ def load_image(place: str, path: Path) -> Any:
 
 
 def _to_rgb(image: Any) -> Any:
-    """Return the first frame, decoded, and turned as its EXIF data say, as transformers turns it at
-    inference.
+    """Return the decoded first frame in RGB, rotated according to its EXIF data as transformers
+    does at inference.
     """
     from PIL import ImageOps
 
@@ -350,7 +350,7 @@ def _to_rgb(image: Any) -> Any:
         raise ValueError(
             f"it has {image.width} x {image.height} pixels, more than {_MOST_PIXELS}; shrink it"
         )
-    # Pillow would show all above 255 as white
+    # Pillow would convert all values above 255 to white
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         raise ValueError(
             f"its pixels are numbers of more than 8 bits (mode {image.mode}); convert it"
@@ -359,8 +359,8 @@ def _to_rgb(image: Any) -> Any:
 
 
 def read_image_rows(path: Path) -> list[ImageRow]:
-    """Return the chats of a .jsonl file. A DataError lists all rows that are no chats with images,
-    with their lines.
+    """Return the chats of a .jsonl file. DataError: lists all rows that are not chats with images,
+    by line.
     """
     rows, problems = [], []
     try:

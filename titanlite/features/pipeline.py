@@ -1,14 +1,15 @@
-"""Pipeline parallelism: each stage, a group of ranks, has some layers, and micro-batches pass from
-one to the next.
+"""Pipeline parallelism: each stage, a group of ranks, has some of the layers, and micro-batches
+pass from stage to stage.
 
-All ranks get the same micro-batches. The first stage looks the tokens up, the last one has the
-norm, the output head and the losses; stages send hidden states to the next one. Modules of other
-stages stay on meta under their names (`Elsewhere`), so the calls are those of a whole model: in
-place of such a module, hidden states are received, sent, or passed on.
+All ranks get the same micro-batches. The first stage has the embedding; the last one has the final
+norm, the output head and the losses. Each stage sends hidden states to the next one. Remote
+modules, which other stages hold, stay on meta under their names (`Elsewhere`), so every stage is
+called like a whole model: the placeholder of a remote module receives, sends or passes on hidden
+states.
 
-The order is 1F1B (PipeDream-Flush, arXiv:2006.09503; `order_turns`): a stage runs at most as many
-micro-batches ahead as there are stages after it, and then one backward after every forward. With n
-micro-batches and p stages a rank waits for (p - 1) / (n + p - 1) of the time.
+The order is 1F1B (PipeDream-Flush, arXiv:2006.09503; `order_turns`): a stage runs forwards ahead,
+at most one for each stage after it, and then one backward after every forward. With n micro-batches
+and p stages a rank is idle for (p - 1) / (n + p - 1) of the time (the bubble).
 
 Shapes: B batch, S sequence, s = S / (cp * tp) positions of a rank, D hidden.
 """
@@ -32,22 +33,22 @@ from titanlite.materialize.layout import leave_elsewhere, set_sharing_group
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import Decoder, LossSums
 
-_MUCH_WAITING = 0.5  # of a step
+_MUCH_WAITING = 0.5  # fraction of a step
 
 MOST_SENT = 2
 _MOST_DIMS = 3  # of logits
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
-    """Replace the modules of other stages in the whole `model` by stand-ins, in place, on meta,
+    """Replace the modules of other stages in the whole `model` by placeholders, in place, on meta,
     before any sharding.
 
-    Losses are zeros except in the last stage; their backward waits for the gradient of the sent
-    hidden states. Balance losses are those of the layers that ran. All stages return the logits of
-    the last. `dtype` is that of hidden states.
+    Losses are zeros except in the last stage; their backward waits for the gradient of the hidden
+    states that were sent. Balance losses cover the layers of this stage. All stages return the last
+    stage's logits. `dtype` is the dtype of hidden states.
 
-    Collectives: a forward receives from the stage before and sends to the next stage; backward the
-    other way round. Forwards and backwards must be run in the order of `order_turns`, with the same
+    Collectives: a forward receives from the previous stage and sends to the next one; a backward
+    does the reverse. Forwards and backwards must run in the order of `order_turns`, with the same
     micro-batches on all stages.
     """
     backbone, stage = model.model, dims.stage
@@ -66,25 +67,26 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
 
 
 class Elsewhere(nn.Module):
-    """Stand-in for `module`, whose values another stage holds; its parameters and buffers stay on
-    meta.
+    """Placeholder for a remote `module`, which another stage holds; its parameters and buffers stay
+    on meta.
 
-    Names and declared sources stay, so that plan, checkpoints and optimizer know the whole model on
-    every rank.
+    It keeps names and declared sources, so that plan, checkpoints and optimizer know the whole
+    model on every rank.
 
     Attributes:
-        instead: computes the forward.
+        instead: function that replaces the forward.
     """
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         super().__init__()
-        # The same dictionaries: a parameter is exchanged in both.
+        # Both share the dictionaries, so that a parameter that is replaced in one is replaced in
+        # the other.
         self._parameters, self._buffers, self._modules = (
             module._parameters,
             module._buffers,
             module._modules,
         )
-        self._original = (module,)  # in a tuple, or it would be a module below this one
+        self._original = (module,)  # in a tuple, so that it is not registered as a submodule
         self.instead = instead
         for tensor in [*module.parameters(), *module.buffers()]:
             leave_elsewhere(tensor)
@@ -99,14 +101,15 @@ class Elsewhere(nn.Module):
 
 
 class StageLink:
-    """Channels to the ranks at the same place in the previous and the next stage.
+    """Channels to the ranks at the same position in the previous and the next stage.
 
-    The first stage uses none to a previous one, and the last none to a next one.
+    The first stage does not use the channels to a previous stage, nor the last stage the channels
+    to a next one.
     """
 
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
-        # Two groups: NCCL serves one in order, and a hidden state that waits for its receiver would
-        # hold up a gradient.
+        # There are two groups, because NCCL processes a group in order: a hidden state that waits
+        # for its receiver would delay a gradient.
         forward, backward = dims.pp_mesh.get_group(), dims.pp_backward_group
         assert backward is not None
         previous, following = dims.stage - 1, dims.stage + 1
@@ -140,10 +143,10 @@ class StageLink:
 
 
 class _Channel:
-    """One direction between this rank and another: first in, first out.
+    """One direction between this rank and a second one; first in, first out.
 
     The last `MOST_SENT` tensors stay alive until they are received, so that a sender need not wait
-    for a receiver that is a little slower. No stage waits for ever (tests simulate them).
+    for a receiver that is a little slower. Tests simulate the stages and show that none deadlocks.
     """
 
     def __init__(self, group: dist.ProcessGroup, stage: int, dtype: torch.dtype) -> None:
@@ -167,7 +170,7 @@ class _Channel:
 
 
 def _receive(tokens_BS: torch.Tensor, *, link: StageLink) -> torch.Tensor:
-    """Receive, in place of the embedding, the hidden states of the stage before."""
+    """Receive the previous stage's hidden states; replaces the embedding."""
     return _Receive.apply(_make_anchor(tokens_BS.device), link, link.shape_of(tokens_BS))  # type: ignore[no-any-return]
 
 
@@ -179,40 +182,38 @@ def _send(
     *,
     link: StageLink,
 ) -> torch.Tensor:
-    """Send the hidden states, in place of the output head. Its losses are zeros, its logits
-    meaningless.
+    """Send the hidden states; replaces the output head. The returned losses are zeros, the returned
+    logits meaningless.
     """
     if labels_BS is None:
         link.hidden_out.send(hidden_BsD)
         return hidden_BsD
-    # of a function's values
+    # dims of the values of a reduction function
     shape = () if reduction == "sum" else (*labels_BS.shape, *getattr(reduction, "shape", ()))
     return _Send.apply(hidden_BsD, _make_anchor(hidden_BsD.device), link, shape)  # type: ignore[no-any-return]
 
 
 def _hand_on(hidden_BsD: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states as they are, in place of the norm before an output head that only
-    sends.
-    """
+    """Return the hidden states unchanged; replaces the final norm in stages before the last."""
     return hidden_BsD
 
 
 def _skip(hidden_BsD: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Return the hidden states as they are, in place of a decoder layer, without balance losses."""
+    """Return the hidden states unchanged, without balance losses; replaces a decoder layer."""
     return hidden_BsD, None
 
 
 def _make_anchor(device: torch.device) -> torch.Tensor:
-    """Return an empty input that requires a gradient, if gradients are on.
+    """Return an empty input that requires a gradient, if gradients are enabled.
 
-    Without one, autograd would skip a backward that sends or receives a gradient. A frozen stage
-    needs it, too: the next stage sends a gradient, and waits until it is received.
+    Without such an input autograd would skip a backward that sends or receives a gradient. A frozen
+    stage needs it, too: the next stage sends a gradient, and waits until it is received.
     """
     return torch.empty(0, device=device, requires_grad=torch.is_grad_enabled())
 
 
 class _Receive(torch.autograd.Function):
-    """Receive hidden states of `shape` from the stage before; in backward, send their gradient to
+    """Receive hidden states of `shape` from the previous stage; in backward, send their gradient to
     it.
     """
 
@@ -253,16 +254,14 @@ class _Send(torch.autograd.Function):
 
 
 def _share_logits(module: nn.Module, args: Any, out: Any, *, link: StageLink) -> Any:
-    """Share the last stage's logits, so that all ranks choose the same tokens. Losses stay; the
-    caller sums them.
+    """Return the last stage's logits on all stages, so that all ranks choose the same tokens.
+    Losses are not shared; the caller sums them.
     """
     return out if isinstance(out, LossSums) else link.share(out)
 
 
 def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees: Degrees) -> None:
-    """Log the stages and how long they wait for each other; warn on rank 0 if that is most of a
-    step.
-    """
+    """Log the stages and the size of the bubble; warn on rank 0 if the bubble is most of a step."""
     if degrees.pp == 1:
         return
     sizes = degrees.stage_sizes(model_config.num_layers)

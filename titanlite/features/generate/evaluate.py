@@ -1,4 +1,4 @@
-"""Evaluation by generation: continue prompts greedily, compare with reference answers.
+"""Evaluation by generation: continue prompts greedily and compare with reference answers.
 
 Prompts are split over the data-parallel ranks for generation, and over all ranks for scoring.
 """
@@ -47,16 +47,16 @@ class EvaluationPrompt(NamedTuple):
 
 
 def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[EvaluationPrompt]:
-    """Return the held-out examples, each as the prompt up to its last answer; of preference pairs,
-    the chosen side.
+    """Return the held-out examples, each with its prompt up to the last answer; a preference pair
+    gives its chosen answer.
 
-    The same on every rank; no collectives. Prompt and reference are the tokens of the training
-    data, so additions of a template to an answer (Qwen3: empty thoughts) are part of the reference,
-    as a trained model generates them too. Examples are taken in full, also where `data.too_long`
-    cuts them for training.
+    All ranks return the same, without collectives. Prompt and reference are tokens of the training
+    data. So a template's additions to an answer (Qwen3: an empty `<think>` block) are part of the
+    reference, because a trained model generates them too. Examples are never shortened, even if
+    `data.too_long` cuts them for training.
 
     Raises:
-        DataError: the held-out rows are plain text, which has no answers; nothing is held out.
+        DataError: the held-out rows are plain text, which has no answers, or no rows are held out.
     """
     parts = [source.dataset for source in get_sources(dataset)]
     held_out = [
@@ -77,14 +77,14 @@ def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[Evaluation
 def read_evaluation_prompts(
     data: DataSection, path: str, split: str, tokenizer: Any
 ) -> list[EvaluationPrompt]:
-    """Read prompts of all rows at `path`: what `data.path` may be; `split` is that of a dataset of
-    the hub.
+    """Read the prompts of all rows at `path`, which may be everything that `data.path` may be;
+    `split` is the split of a hub dataset.
 
-    Rows have the columns, are converted and rendered as `data` says for training, but may be of
-    another form; all of them must be usable.
+    Columns, conversion and rendering of rows follow `data`, as in training, but the rows may have a
+    different format. All rows must be usable.
 
     Raises:
-        DataError: there are no rows, a row cannot be used, or they are plain text, which has no
+        DataError: there are no rows, a row cannot be used, or the rows are plain text, which has no
             answers.
     """
     from titanlite.features.sft.examples import build_examples
@@ -110,7 +110,7 @@ def _prompts(examples: "Examples", which: Iterable[int], tokenizer: Any) -> list
         if not is_answer.any():
             continue
         stop = int(np.flatnonzero(is_answer)[-1]) + 1
-        # An answer may follow another one directly, after the token that ends it.
+        # An answer may directly follow the end token of the previous answer.
         ends = (examples.flags[place] & END) != 0
         before = np.flatnonzero(~is_answer[: stop - 1] | (ends[: stop - 1] & ~ends[1:stop]))
         start = int(before[-1]) + 1 if len(before) else 0
@@ -130,12 +130,12 @@ def _no_answers(what: str, examples: "Examples") -> DataError:
 
 
 def exact_match(prediction: str, reference: str) -> float:
-    """Compare texts, ignoring white space at the ends."""
+    """Return 1 if the texts are equal except for white space at the ends, else 0."""
     return float(prediction.strip() == reference.strip())
 
 
 def contains(prediction: str, reference: str) -> float:
-    """Look for the reference, without white space at its ends, in the prediction."""
+    """Return 1 if the prediction contains the reference without white space at its ends, else 0."""
     return float(reference.strip() in prediction)
 
 
@@ -170,7 +170,8 @@ class Evaluator:
                 "evaluation.enable = false."
             )
         count = min(self._section.samples or len(prompts), len(prompts))
-        # Spread over the set, because rows are often sorted by kind or difficulty.
+        # Prompts are spread over the whole set, because rows are often sorted by kind or
+        # difficulty.
         self._prompts = [prompts[i * len(prompts) // count] for i in range(count)]
         longest = model_config.max_position_embeddings  # None: no limit
         raise_problems(
@@ -198,9 +199,9 @@ class Evaluator:
         """Generate and score.
 
         Raises:
-            DataError: on all ranks; the scorer raised something, or returned no finite number.
+            DataError, on all ranks: the scorer raised an error, or did not return a finite number.
 
-        Collectives: those of `generate`, one gather and one all-reduce; every rank must call.
+        Collectives: see `generate`; also one gather and one all-reduce. Every rank must call.
         """
         began = time.perf_counter()
         continuations = generate(
@@ -251,8 +252,8 @@ class Evaluator:
 def build_evaluation_prompts(
     job: JobConfig, dataset: TrainDataset, tokenizer: Any
 ) -> Sequence[EvaluationPrompt]:
-    """Return the prompts of `evaluation.path`, or the held-out ones of `dataset`; raises
-    ConfigError if it has none.
+    """Return the prompts of `evaluation.path` or of the held-out rows of `dataset`. ConfigError:
+    there are none.
     """
     section = job.evaluation
     if section.path:
@@ -270,9 +271,10 @@ def build_evaluator(run: Run, dataset: TrainDataset, tokenizer: Any) -> Evaluato
     """Return the evaluator that `[evaluation]` describes, or None if it is not enabled.
 
     Raises:
-        ConfigError: there are no prompts with answers, or the scorer cannot be imported; the same
-            on all ranks.
-        DataError: likewise; prompts cannot be read, or leave no room for `max_new_tokens`.
+        ConfigError, on all ranks: there are no prompts with answers, or the scorer cannot be
+            imported.
+        DataError, on all ranks: prompts cannot be read, or are too long for `max_new_tokens` more
+            tokens.
 
     Collectives: one gather of small objects; every rank must call.
     """

@@ -1,22 +1,22 @@
-"""Generation: continue prompts token by token, batched, with a model that may be sharded over any
-mesh.
+"""Generation: continue prompts token by token, in batches, with a model that may be sharded over
+any mesh.
 
-A model that caches keys and values (`Model.can_cache`: the native decoder, most of transformers')
-computes each token once. Any other model that maps tokens (B, S) to logits (B, S, V) recomputes the
-whole text for every token, and the log says so.
+A model that caches keys and values (`Model.can_cache`: the native decoder, most transformers
+classes) computes each token once. Any other model that maps tokens (B, S) to logits (B, S, V)
+recomputes the whole text for every token; the log reports this.
 
 **Cache.** A token's slot is its position. Prompts of different lengths are padded on the right:
-padding writes to slots after the row's last token, which no query sees and the row's next tokens
-overwrite. After the prompts, the new tokens of all rows are one sequence (1, B). Context and
-sequence parallelism split the sequence over cp * tp ranks, so a step of one token per row needs B
-to be a multiple of that, and not that many tokens per row.
+padding writes to slots after the row's last token. No query sees these slots, and the row's next
+tokens overwrite them. After the prompts, the new tokens of all rows form one sequence (1, B).
+Context and sequence parallelism split this sequence over cp * tp ranks, so B must be a multiple of
+cp * tp.
 
 **Collectives.** FSDP and expert parallelism need every rank in every forward. Prompts are split
-over the data-parallel ranks, and all ranks run the same number of batches and, by one small
-all-reduce per token, of steps.
+over the data-parallel ranks. All ranks run the same number of batches, and by one small all-reduce
+per token the same number of steps.
 
-Shapes: B rows, S sequence, V vocabulary, k tokens to choose from; of the cache T = max_len slots, H
-query heads, G key/value heads, K and V head widths, D hidden.
+Shapes: B rows, S sequence, V vocabulary, k tokens to choose from. In the cache: T = max_len slots,
+H query heads, G key/value heads, K and V head widths, D hidden.
 """
 
 import math
@@ -48,8 +48,8 @@ from titanlite.ops.attention import AttentionMask, attention
 class Sampling:
     """Settings for choosing the next token; see `choose_tokens`.
 
-    Each prompt draws from a stream of its own, keyed by (seed, number of the prompt): the same on
-    any mesh and in any batch, up to the rounding of the logits.
+    Each prompt has its own random stream, keyed by (seed, number of the prompt). So the draws are
+    the same on any mesh and in any batch, up to the rounding of the logits.
     """
 
     temperature: float = 0.0  # greedy decoding
@@ -58,7 +58,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> list[str]:
-        """Return a message for each value that is out of range; nan is."""
+        """Return a message for each value that is out of range; nan is out of range."""
         values = [
             ("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
@@ -76,7 +76,7 @@ class Continuation:
     """Continuation of a prompt, without the end-of-text token."""
 
     tokens: list[int]
-    ended: bool  # by the model; otherwise at the limit of new tokens
+    ended: bool  # True: the model ended it; False: it reached the limit of new tokens
 
 
 def generate(
@@ -91,47 +91,47 @@ def generate(
     sampling: Sampling | None = None,
     batch_size: int = 16,
 ) -> list[Continuation]:
-    """Continue each of `prompts` by at most `max_new_tokens` tokens; the result is in their order,
-    on all ranks.
+    """Continue each of `prompts` by at most `max_new_tokens` tokens; return the continuations in
+    the order of the prompts, on all ranks.
 
-    The model is in evaluation mode meanwhile, and runs uncompiled: its shapes change with every
-    token.
+    During the call the model is in evaluation mode and runs uncompiled, because its shapes change
+    with every token.
 
     Args:
-        model: maps int64 tokens to logits, and may be a `Model`; parallelized over `dims`, if
-            given.
-        prompts: token ids, each at least one; the same on all ranks.
-        dims: meshes of the model; None: this process has all of it.
+        model: maps int64 tokens to logits, and may be a `Model`; if `dims` is given, it is
+            parallelized over them.
+        prompts: token ids, at least one per prompt; the same on all ranks.
+        dims: meshes of the model; None: this process has the whole model.
         eos_token_ids: tokens that end a text.
         vocab_size: only smaller ids are chosen. An embedding may have more rows than the tokenizer
             has tokens.
-        sampling: greedy if None.
-        batch_size: prompts at once on each data-parallel rank.
+        sampling: None: greedy.
+        batch_size: number of prompts in a batch on each data-parallel rank.
 
     Raises:
-        ConfigError: an empty prompt; the same on all ranks. Callers check numbers, `Sampling.check`
-            among them.
+        ConfigError, on all ranks: a prompt is empty. Callers must check the other values, for
+            example by `Sampling.check`.
 
-    Collectives: those of the forwards, one all-reduce per token, one gather at the end; every rank
-    must call alike.
+    Collectives: the forwards, one all-reduce per token, and one gather at the end; every rank must
+    make the same call.
     """
     sampling = sampling or Sampling()
     empty = [f"prompt {i} has no tokens." for i, prompt in enumerate(prompts) if not prompt]
     raise_problems(ConfigError, "generate", empty)
     limit = _get_rope_limit(model)
     if limit is not None and any(len(prompt) + max_new_tokens > limit for prompt in prompts):
-        batch_size = 1  # or the longest text of a batch would choose the frequencies of all
+        batch_size = 1  # in a batch the longest text would set the rotary frequencies of all
         logger.info(
             "generate: one prompt at a time: beyond %d tokens rotary frequencies depend on the "
             "longest",
             limit,
         )
-    # Prompts of similar length share a batch: least padding, and equal work on the data-parallel
-    # ranks.
+    # Prompts of similar length share a batch. This minimizes padding, and gives the data-parallel
+    # ranks equal work.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     dp, dp_rank = (1, 0) if dims is None else (dims.degrees.dp, dims.dp_rank)
     mine = order[dp_rank::dp]
-    num_batches = -(-len(order) // (dp * batch_size))  # that of the rank with the most prompts
+    num_batches = -(-len(order) // (dp * batch_size))  # on the rank with the most prompts
     found: dict[int, Continuation] = {}
     with forward_only(model), torch.compiler.set_stance("force_eager"):
         cached = isinstance(model, Model) and model.can_cache(device)
@@ -165,7 +165,7 @@ def _get_rope_limit(model: nn.Module) -> int | None:
 
 
 def name_of(model: nn.Module) -> str:
-    """Return the class of `model`, or of the model of transformers in it."""
+    """Return the name of the class of `model`, or of the transformers model inside it."""
     return (
         model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
     )
@@ -185,8 +185,8 @@ class _Batch:
     sampling: Sampling
 
     def run(self, prompts: dict[int, Sequence[int]]) -> dict[int, Continuation]:
-        """Continue these prompts, by number. With none it takes part in the other ranks'
-        forwards.
+        """Continue these prompts, by number. Without prompts this rank only takes part in the
+        other ranks' forwards.
         """
         rows = list(prompts.values()) or [[0]]
         streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [
@@ -195,7 +195,7 @@ class _Batch:
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
         longest, limit = max(map(len, rows)), _get_rope_limit(self.model)
-        # Keys that were kept are of other frequencies once the text passes the limit.
+        # When the text passes the limit, the frequencies change, and cached keys become invalid.
         stale = limit is not None and longest <= limit < longest + self.max_new_tokens
         steps = self._cached_steps(rows) if self.cached and not stale else self._full_steps(rows)
         logits_BV = next(steps)
@@ -217,7 +217,7 @@ class _Batch:
     def _cached_steps(
         self, rows: list[Sequence[int]]
     ) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Yield logits (B, V) of the next token; takes the chosen tokens (B,) by `send`."""
+        """Yield logits (B, V) of the next token; receive the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
         max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
         cache = build_cache(self.model, [len(row) for row in rows], max_len, self.device)
@@ -226,8 +226,8 @@ class _Batch:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
 
     def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Do the same with a forward over the whole text each time. Causal: no token sees the
-        padding on its right.
+        """Do the same as `_cached_steps`, with a forward over the whole text for every token. The
+        model is causal, so no token sees the padding on its right.
         """
         texts = [list(row) for row in rows]
         while True:
@@ -255,8 +255,8 @@ class _Batch:
             top_k=self.sampling.top_k,
             top_p=self.sampling.top_p,
         )
-        # The tp ranks, and then the cp ranks, have the same logits. If a kernel rounded differently
-        # on one of them, their texts would diverge, and then the shapes of their collectives.
+        # All tp and cp ranks should have the same logits. If a kernel rounded differently on one of
+        # them, their texts would diverge, and then the shapes in their collectives.
         if self.dims is not None:
             tp_group = self.dims.tp_mesh.get_group() if self.dims.degrees.tp > 1 else None
             for group in filter(None, (tp_group, self.dims.cp_group)):
@@ -264,7 +264,7 @@ class _Batch:
         return chosen_B
 
     def _all_ended(self, ended: Sequence[bool]) -> bool:
-        """Return True on all ranks if no rank has a row to go on with."""
+        """Return True, on all ranks, if all rows have ended on all ranks."""
         if self.dims is None or dist.get_world_size() == 1:
             return all(ended)
         going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)
@@ -280,35 +280,35 @@ def choose_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> torch.Tensor:
-    """Choose one int64 token per row: the most likely one at temperature 0, otherwise by inverse
-    cumulative sum.
+    """Choose one int64 token per row: the most likely token at temperature 0, otherwise a draw by
+    inverse cumulative sum.
 
-    The randomness is `uniform_B`, numbers in [0, 1): a row's draw depends neither on other rows nor
-    on the device.
+    The only randomness is `uniform_B`, so the draw of a row depends neither on other rows nor on
+    the device.
 
     Args:
         logits_BV: logits of any float dtype.
-        uniform_B: one per row; unused at temperature 0.
-        top_k: only the k most likely tokens can be drawn; 0: all.
-        top_p: only the most likely tokens that together have this probability (arXiv:1904.09751);
-            after `top_k`.
+        uniform_B: a number in [0, 1) per row; unused at temperature 0.
+        top_k: only the k most likely tokens can be drawn; 0: all tokens.
+        top_p: after `top_k`, only the most likely tokens that together have this probability can be
+            drawn (arXiv:1904.09751).
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     device = logits_BV.device
     if torch.are_deterministic_algorithms_enabled():
         logits_BV = logits_BV.cpu()  # torch has no deterministic cumulative sum of floats on CUDA
-    # The best one at 0, so that a temperature next to 0 leads to -inf for the others, and never to
-    # inf.
+    # The largest logit is shifted to 0, so that a temperature close to 0 gives -inf for the rest
+    # and never inf.
     logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
     sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
         sorted_Bk, ids_Bk = sorted_Bk[:, :top_k], ids_Bk[:, :top_k]
-    # float64: in float32 the sum over a vocabulary of 150,000 is off by 1e-4, which would move the
-    # last draws.
+    # float64, because in float32 the sum over a vocabulary of 150,000 has an error of 1e-4, which
+    # would change the draws of unlikely tokens.
     probs_Bk = sorted_Bk.double().softmax(dim=-1)
     cumulative_Bk = probs_Bk.cumsum(dim=-1)
-    # the one that crosses top_p included
+    # including the token at which the sum crosses top_p
     kept_B1 = (cumulative_Bk - probs_Bk < top_p).sum(dim=-1, keepdim=True)
     mass_B1 = cumulative_Bk.gather(1, kept_B1 - 1)
     target_B1 = uniform_B.to(mass_B1).unsqueeze(1) * mass_B1
@@ -317,14 +317,15 @@ def choose_tokens(
 
 
 def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
-    """Return the tokens that end a text: the tokenizer's own, and those that the model in `folder`
-    names, if given.
+    """Return the tokens that end a text: the tokenizer's end token, and the end tokens of the model
+    in `folder`, if it is given.
 
     generation_config.json overrides config.json, as in transformers; both may name one id or
     several.
 
     Raises:
-        CheckpointError: such a file cannot be read, or names something else.
+        CheckpointError: one of these files cannot be read, or its value is not an id or a list of
+            ids.
     """
     found = {tokenizer.eos_token_id} - {None}
     for name in ("generation_config.json", "config.json") if folder is not None else ():
@@ -343,16 +344,16 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
 
 
 def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> list[int]:
-    """Return the tokens that end answers of chats: those that end the answers of `dataset`, if it
-    knows any.
+    """Return the tokens that end answers of chats: the end tokens of the answers in `dataset`, if
+    it knows any.
 
-    Otherwise the special token that ends an answer of the tokenizer's chat template, if it has one.
-    A base model's `eos_token_id` often is another one.
+    If it does not, return the special token that ends an answer in the tokenizer's chat template,
+    if there is one. The `eos_token_id` of a base model is often a different token.
     """
     from titanlite.features.sft.chat import get_end_token
 
     collected = get_stop_token_ids(dataset)
-    # a stream knows only some
+    # a stream knows only the rows that it has read
     if dataset is not None and collected and dataset.num_train_sequences is not None:
         return collected
     token = get_end_token(tokenizer)
@@ -360,8 +361,8 @@ def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> 
 
 
 def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:
-    """Make an empty cache, of the model's own kind if it has one, for prompts that grow to at most
-    `max_len` tokens.
+    """Make an empty cache for prompts that grow to at most `max_len` tokens; use the model's own
+    cache class if it has one.
     """
     own = model.build_cache(lengths, max_len, device)
     return KVCache(len(model.all_layers()), lengths, max_len, device) if own is None else own
@@ -370,10 +371,10 @@ def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torc
 class KVCache:
     """A `Cache` of a whole model for one batch of rows; made by `build_cache`, held by the caller.
 
-    A rank holds the key/value heads that it computes, in the dtype of its activations: heads / (cp
-    * tp), and the rows of its own data-parallel share. Memory: layers * B * G * T * (K + V)
-    elements, allocated at once in the first forward. `lengths_B` are tokens in the cache, by row;
-    also the position of the next token.
+    A rank holds the key/value heads that it computes, heads / (cp * tp), for the rows of its
+    data-parallel rank, in the dtype of its activations. The first forward allocates all memory:
+    layers * B * G * T * (K + V) elements. `lengths_B` is the number of cached tokens of each row,
+    and so the position of its next token.
     """
 
     def __init__(
@@ -382,7 +383,8 @@ class KVCache:
         self.lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.max_len = max_len
         self.rows_B = torch.arange(len(lengths), device=device)
-        self._longest = max(lengths)  # on the host: slicing the cache must not wait for the device
+        # on the host, so that slicing the cache does not wait for the device
+        self._longest = max(lengths)
         self._slots_T = torch.arange(max_len, device=device)
         self._has_prompts = False
         self.layers = [LayerCache(self) for _ in range(num_layers)]
@@ -398,8 +400,8 @@ class KVCache:
         return hidden[0, : len(self.lengths_B)]
 
     def visible(self, window: int = 0) -> torch.Tensor:
-        """Return (B, slots in use) bool: the slots that the row's new token sees, its own
-        included; with a window, the last ones.
+        """Return (B, slots in use) bool: the slots that the row's new token sees, including its
+        own; with a window, only the last slots.
         """
         before_BT = self.lengths_B.unsqueeze(1) - self._slots_T[: self._longest + 1]
         return (before_BT >= 0) & (before_BT < window) if window else before_BT >= 0
@@ -412,8 +414,8 @@ class KVCache:
 
 
 class LayerCache:
-    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V), latent attention's expanded; or
-    the `state` of a gated delta net, whatever the number of tokens.
+    """Keys and values of one layer, (B, G, T, K) and (B, G, T, V), or the `state` of a gated delta
+    net, which has a constant size. Latent attention stores expanded keys and values.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -455,7 +457,8 @@ class LayerCache:
         return F.pad(out_BHK, (0, 0, 0, 0, 0, q.shape[1] - count)).unsqueeze(0)
 
     def _start(self, x_BSGK: torch.Tensor) -> torch.Tensor:
-        # Zeros: slots that a shorter row has not reached get weight 0, and 0 * nan would be nan.
+        # Initialized with zeros: slots that a shorter row has not reached get weight 0, and 0 * nan
+        # would be nan.
         batch, seq_len, heads, width = x_BSGK.shape
         slots_BGTK = x_BSGK.new_zeros(batch, heads, self._cache.max_len, width)
         slots_BGTK[:, :, :seq_len] = x_BSGK.transpose(1, 2)
@@ -470,13 +473,13 @@ def cached_attention(
     scale: float,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention of one new query per row over T cached keys; `visible_BT` (bool) masks
-    those it sees. `sinks_H` are as in `attention`.
+    """Compute attention of one new query per row over T cached keys. `visible_BT` (bool) is True
+    for the keys that the query sees. `sinks_H` are as in `attention`.
 
-    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite
-    where they are not visible too: their weight is 0, and 0 * nan is nan.
+    Returns (B, H, V). H must be a multiple of G, as in `attention`. Cached values must be finite,
+    even if they are not visible: their weight is 0, and 0 * nan is nan.
     """
-    # Heads that share a key/value head are treated as that many queries: the cache is never
+    # Heads that share a key/value head are treated as several queries of it, so the cache is not
     # repeated.
     q_BGRK = q_BHK.unflatten(1, (k_BGTK.shape[1], -1))
     if sinks_H is not None:

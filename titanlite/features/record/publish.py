@@ -1,5 +1,5 @@
-"""Publication of a run: points to Weights & Biases; the model, with its card, to the Hugging Face
-hub.
+"""Publication of a run: metrics to Weights & Biases, and the model with its card to the Hugging
+Face hub.
 """
 
 import importlib
@@ -29,7 +29,7 @@ from titanlite.config.data import get_sources
 from titanlite.config.settings import format_value, get_sections_of, get_value
 from titanlite.metrics.point import Results
 
-# These describe where and how a run took place, not the model.
+# Sections that describe where and how a run took place, not the model.
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
@@ -39,8 +39,8 @@ _QUOTES = "\"'"
 
 
 def public_name(text: str) -> str:
-    """Return `text` fit to publish: of a path on this machine the last part, of the hub's cache the
-    id.
+    """Return `text` without private paths: a path on this machine becomes its last part, a path in
+    the hub's cache becomes the id.
     """
     base = base_model_of(text)
     if base is not None and base.on_hub:
@@ -55,8 +55,8 @@ def render_model_card(
     """Return the card as Markdown with the hub's YAML header; `family` is the Hugging Face
     model_type.
 
-    Nothing in it depends on when or where the run took place, so that a resumed run writes the
-    same.
+    The card does not depend on the time and place of the run, so that a resumed run writes the same
+    card.
     """
     base = base_model_of(job.checkpoint.initial_load_path)
     header = [*_header(base), *_datasets(job), *_license(job.checkpoint.initial_load_path)]
@@ -101,8 +101,8 @@ def render_merge_card(
 ) -> str:
     """Return the card of the model in `folder` with the `adapters` in a folder merged into it.
 
-    Data, results and settings are those in the card of the adapters, if titanlite wrote one. The
-    card in `folder` gives its license alone.
+    Data, results and settings are copied from the card of the adapters, if titanlite wrote it. From
+    the card in `folder` only the license is copied.
     """
     base = base_model_of(str(folder.resolve()))
     assert base is not None
@@ -133,7 +133,7 @@ def _link(base: BaseModel) -> str:
 
 
 def _header(base: BaseModel | None) -> list[str]:
-    """Return the hub's metadata. JSON strings are YAML strings."""
+    """Return the hub's metadata as YAML lines. JSON strings are valid YAML strings."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", _TAG]
     return (
         lines
@@ -156,12 +156,12 @@ def _get_paths(job: JobConfig) -> list[str]:
 
 
 def _license(folder: str) -> list[str]:
-    """Return the license lines of the card of the model in `folder`: a model trained from it is
-    bound by them.
+    """Return the license lines of the card of the model in `folder`; they also bind a model that is
+    trained from it.
     """
     header, _ = _read_card(Path(folder)) if folder else ([], "")
-    # Only keys at the top level with a value on the same line, so that nothing else of the header
-    # can come along.
+    # Only keys at the top level with a value on the same line, so that no other part of the header
+    # is copied.
     found = (_LICENSE.fullmatch(line.rstrip()) for line in header)
     return [
         f"{match[1]}: {json.dumps(match[2].strip().strip(_QUOTES))}" for match in found if match
@@ -169,7 +169,7 @@ def _license(folder: str) -> list[str]:
 
 
 def _read_card(folder: Path) -> tuple[list[str], str]:
-    """Return the lines of the header and the text of the card in `folder`; nothing if it is
+    """Return the header lines and the text of the card in `folder`; both are empty if the card is
     unreadable.
     """
     path = folder / "README.md"
@@ -217,17 +217,17 @@ def _settings(job: JobConfig) -> list[str]:
 
 
 def push_to_hub(folder: Path, repository: str) -> None:
-    """Upload the model in `folder`, without the training state, to `repository` ("owner/name");
-    made private if new.
+    """Upload the model in `folder`, without the training state, to `repository` ("owner/name"). A
+    new repository is private.
 
-    One process calls it, when the folder is complete. Token and address are those of the hub's own
-    library.
+    Call this on one process, when the folder is complete. The hub's library provides token and
+    address.
 
     Raises:
-        CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is as it
-            was.
+        CheckpointError: the hub cannot be reached, refuses, or an upload fails. The folder is not
+            changed.
     """
-    from huggingface_hub import HfApi  # half a second, and only this needs it
+    from huggingface_hub import HfApi  # takes half a second, and is needed only here
 
     logger.info("hub: uploading %s to %s", folder, repository)
     own = [
@@ -241,10 +241,10 @@ def push_to_hub(folder: Path, repository: str) -> None:
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
-            ignore_patterns=own,  # the sidecar stays: it is part of the model
+            ignore_patterns=own,  # expert_bias.safetensors stays: it is part of the model
             commit_message=f"{folder.name}, trained with titanlite",
         )
-    except Exception as error:  # of the library, its HTTP client, or the system
+    except Exception as error:  # from the library, its HTTP client, or the system
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
@@ -258,7 +258,8 @@ _opened: list["WandbRun"] = []
 
 
 def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, float]], None] | None:
-    """Start the W&B run of the run in `folder`, which exists, and return what takes its points.
+    """Start W&B for the run in the existing `folder`, and return a function that logs (step,
+    values).
 
     None on ranks other than 0, or without `metrics.enable_wandb`.
     """
@@ -269,24 +270,25 @@ def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, floa
 
 
 def configure_wandb(found: Mapping[str, Any]) -> None:
-    """Send the environment of the run to W&B, without the command, which has paths."""
+    """Send the environment of the run to W&B, except the command, which contains paths."""
     values = {"environment": {name: found[name] for name in found if name != "command"}}
     for run in _opened:
         run.call(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))
 
 
 def finish_wandb(exit_code: int) -> None:
-    """Close what `open_wandb` has opened, if anything, as failed if the exit code is not 0."""
+    """Finish the W&B run, if `open_wandb` started one; a nonzero exit code marks it as failed."""
     while _opened:
         _opened.pop().call(lambda run: run.finish(exit_code=exit_code))
 
 
 class WandbRun:
-    """Writer of points to wandb. The first error is one warning, and nothing is written after it.
+    """Writer of metrics to wandb. Its first error is logged as one warning, and then it stops
+    writing.
 
-    A folder is one run of W&B, whose id is in `wandb_id` there: a resumed run goes on in it. wandb
-    keeps its files in `wandb/` there, and gets the configuration, of local paths only their last
-    part.
+    A folder is one run of W&B, whose id is in the file `wandb_id`; a resumed run continues it.
+    wandb stores its files in `wandb/` of the folder. It gets the configuration with only the last
+    part of local paths.
     """
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
@@ -296,10 +298,11 @@ class WandbRun:
 
     def _start(self, job: JobConfig, folder: Path) -> None:
         wandb = importlib.import_module("wandb")
-        # Without information it does not ask for a key on a terminal. The command has paths, and
-        # the address of a git remote may have a token.
+        # With show_info False wandb does not ask for a key on a terminal. The metadata would
+        # include the command, which has paths, and the address of a git remote, which may have a
+        # token.
         quiet = {"show_info": False, "console": "off", "x_disable_meta": True, "disable_git": True}
-        # `init` prints what its own settings forbid
+        # `init` still prints output that its own settings disable
         wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))
         self._run = wandb.init(
             project=read_variable("WANDB_PROJECT") or job.metrics.wandb_project,
@@ -315,12 +318,12 @@ class WandbRun:
         logger.info("W&B: %s", self._run.url or offline)
 
     def call(self, function: Callable[[Any], object]) -> None:
-        """Call `function` with wandb's run, if there was no error."""
+        """Call `function` with wandb's run, unless an earlier call failed."""
         if self._is_off:
             return
         try:
             function(self._run)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is not the run's trouble
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of wandb may end the run
             self._is_off = True
             lines = str(error).strip().splitlines() or [type(error).__name__]
             logger.warning(
@@ -339,7 +342,7 @@ def _get_config(job: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def _get_id(path: Path) -> str:
-    """Return the id in the file, or a new one that is there from now on."""
+    """Return the id in the file; write a new id if the file does not exist."""
     with suppress(OSError):
         return read_regular(path, 1024).decode("ascii").strip()
     name = uuid.uuid4().hex[:12]

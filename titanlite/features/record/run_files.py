@@ -1,5 +1,5 @@
-"""The environment of a run (environment.json in its folder), what a rank holds, and the disk space
-of checkpoints.
+"""The environment of a run (environment.json in its folder), the memory of a rank, and the disk
+space of checkpoints.
 """
 
 import json
@@ -38,9 +38,9 @@ def save_environment(
     folder: Path, device: torch.device, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write `environment.json` into the run's folder, on rank 0; a resumed run overwrites it. A
-    full disk is a warning.
+    full disk causes only a warning.
 
-    Returns what is in it, `facts` that only the caller knows included; on other ranks nothing.
+    Returns the content of the file, including `facts` from the caller; empty on other ranks.
 
     Collectives: one all-gather of small objects over the default process group; every rank must
     call.
@@ -74,7 +74,7 @@ def save_environment(
 
 
 def record_trained(folder: Path, trained: int) -> None:
-    """Correct the number of trained parameters in the run's `environment.json`. On rank 0."""
+    """Correct the number of trained parameters in the run's `environment.json`, on rank 0."""
     try:
         found = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -92,12 +92,12 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _describe_commit(root: Path) -> str | None:
-    """Return the commit of the checkout that this package runs from, followed by + if files differ;
-    None without.
+    """Return the commit of the checkout from which this package runs, with a + if files differ;
+    None without a checkout.
     """
     try:
         shown = _git(root, "rev-parse", "--show-toplevel")
-        # installed somewhere inside of another project's checkout
+        # the package is installed inside the checkout of a different project
         if Path(shown).resolve() != root.resolve():
             return None
         return _git(root, "rev-parse", "HEAD") + (
@@ -132,11 +132,11 @@ _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
 def count_held(plan: Plan, muon: Container[torch.Tensor]) -> tuple[int, int, int]:
-    """Return this rank's bytes of weights, of their gradients, and of optimizer states, once there
-    was a step.
+    """Return this rank's bytes of weights, of gradients, and of optimizer states after the first
+    step.
 
-    The padding of uneven shards is not counted. `muon` are the parameters that Muon steps; AdamW
-    steps the others, and counts its steps. No communication.
+    The padding of uneven shards is not counted. `muon` has the parameters that Muon steps; AdamW
+    steps the other ones, and has a step count for each. No communication.
     """
     params = [
         entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere
@@ -148,7 +148,7 @@ def count_held(plan: Plan, muon: Container[torch.Tensor]) -> tuple[int, int, int
 
 
 def log_held(plan: Plan, muon: Container[torch.Tensor]) -> None:
-    """Log what rank 0 will hold, on rank 0. No communication."""
+    """Log the bytes of `count_held` on rank 0, without communication."""
     if dist.get_rank() == 0:
         sizes = map(format_memory, count_held(plan, muon))
         logger.info("plan: rank 0 holds weights %s, gradients %s, optimizer states %s", *sizes)
@@ -159,18 +159,18 @@ def _bytes_of(entries: Iterable[TensorEntry]) -> int:
 
 
 def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
-    """Count the moments that the optimizer keeps of a parameter, in its dtype; `muon` are those
-    that Muon steps.
+    """Count the moments that the optimizer has for a parameter, in the parameter's dtype; `muon`
+    has the parameters that Muon steps.
     """
     return 1 if param in muon else 2
 
 
 def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
-    """Bytes of a checkpoint: the model in `checkpoint.export_dtype`, its exact weights if that
-    loses bits, the moments.
+    """Return the bytes of a checkpoint: the model in `checkpoint.export_dtype`, the exact weights
+    if that dtype loses bits, and the moments.
 
-    With adapters, of these alone. Headers, tokenizer and other small files are not counted. `muon`
-    as in `count_moments`.
+    With adapters, only they are counted. Headers, tokenizer and other small files are not counted.
+    `muon` is as in `count_moments`.
     """
     total = 0
     for entry in plan.entries:
@@ -197,10 +197,10 @@ def check_space(
     step: int,
     carried_bytes: int = 0,
 ) -> list[str]:
-    """Log the size of a checkpoint; return the problem of one after `step` that does not fit into
-    `folder`. On one rank.
+    """Log the size of a checkpoint; return a problem if the first one after `step` does not fit
+    into `folder`. Call on one rank.
 
-    A run that shall go on without its checkpoints (`checkpoint.on_save_error`) is only warned.
+    It is only a warning if `checkpoint.on_save_error` lets the run continue without checkpoints.
     """
     if not job.checkpoint.enable or step >= job.training.steps:
         return []
@@ -210,7 +210,7 @@ def check_space(
             next(path for path in (folder, *folder.parents) if path.exists())
         ).free
     except OSError:
-        return []  # the first write will report what is wrong
+        return []  # the first write will report the error
     logger.info(
         "checkpoint: each takes %s, %s are free in %s",
         format_size(size),
@@ -231,7 +231,7 @@ def check_space(
 
 
 def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Write a file that only describes the run: if that fails, only warn."""
+    """Write a file that only describes the run; a failure is only a warning."""
     try:
         replace_file(path, json.dumps(found, indent=1) + "\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The warning of trained parameters that have no gradient."""
+"""The warning about trained parameters that have no gradient."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _MOST_PATTERNS = 8  # that a warning lists
 
 
 def report_unreached(folder: Path, model: nn.Module, names: Sequence[str], step: int) -> None:
-    """Warn on rank 0 of the trained parameters `names`, which `step` gave no gradient, and do not
-    count them as trained in the run's `folder` any more.
+    """Warn on rank 0 about the trained parameters `names`, which got no gradient in `step`, and
+    correct the number of trained parameters in the run's `folder`.
     """
     if dist.get_rank() == 0:
         text, trained = describe_unreached(model, names)
@@ -31,8 +31,8 @@ def report_unreached(folder: Path, model: nn.Module, names: Sequence[str], step:
 
 
 def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
-    """Return the warning of trained parameters that the first step gave no gradient, by patterns of
-    their names, and how many values are trained without them.
+    """Return the warning about trained parameters that got no gradient in the first step, with
+    patterns of their names, and the number of values that remain trained.
     """
     params = {
         clean_name(name): param for name, param in model.named_parameters() if param.requires_grad

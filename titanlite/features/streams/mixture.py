@@ -1,11 +1,11 @@
-"""Several datasets as one: sample n is a sequence of one of them, and which one is a function of
-(seed, n) alone.
+"""Several datasets as one: sample n is a sequence of one of them, chosen by a function of (seed, n)
+alone.
 
-Samples come in periods. Each has a fixed number of places for every source, its quota, in an order
-that depends on (seed, period). So shares hold in every period, and a run resumes at any sample
-without counting from the first one. With weights, a period has 16384 samples, and each source goes
-through epochs of its own. Without, a period is an epoch of all sources, of which 16384 samples at a
-time are held if there are many.
+Samples come in periods. In each period every source has a fixed number of samples, its quota, in an
+order that depends on (seed, period). So the fractions are exact in every period, and a run resumes
+at any sample without counting from the first one. With weights, a period has 16384 samples, and
+each source has its own epochs. Without weights, a period is an epoch of all sources; at most 16384
+of its samples are in memory at a time.
 """
 
 import re
@@ -38,12 +38,12 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
 from titanlite.features.streams.stream import build_stream_dataset
 
-PERIOD = 1 << 14  # samples, where there are weights: shares are multiples of 1/16384
+PERIOD = 1 << 14  # samples, if there are weights: fractions are multiples of 1/16384
 
 
 def get_source_seed(seed: int, name: str) -> int:
-    """Return the seed of the order of source `name`: sources of equal size must not share an
-    order.
+    """Return the seed for the order of source `name`, because sources of equal size must not have
+    the same order.
     """
     return seed + (zlib.crc32(name.encode()) << 32)
 
@@ -52,18 +52,19 @@ class MixtureDataset:
     """The sequences of `sources`; sequence i of source number s of S has the index i * S + s.
 
     Attributes:
-        offsets: sequences that a source is ahead of its share, if any: in a run that began with
-            another mixture (`go_on`).
+        offsets: number of sequences that a source is ahead of its quota, in a run that began with a
+            different mixture (`go_on`).
 
     Raises:
-        DataError: some sources have preference pairs and others have not; without weights, a source
-            has no known end.
+        DataError: only some sources have preference pairs; or there are no weights, and the length
+            of a source is unknown.
     """
 
     def __init__(
         self, sources: Mapping[str, SequenceDataset], weights: Mapping[str, float] | None
     ) -> None:
-        self.names = sorted(sources)  # independent of their order in a file
+        # sorted, so that the order in the configuration does not matter
+        self.names = sorted(sources)
         self.parts = [sources[name] for name in self.names]
         self.seq_len = self.parts[0].seq_len
         self.form = _get_form(sources)
@@ -74,8 +75,8 @@ class MixtureDataset:
             if weights is None
             else _get_quotas([weights[name] for name in self.names])
         )
-        # Sequences of an epoch of all sources; None with weights, with which each has epochs of its
-        # own.
+        # number of sequences in an epoch of all sources; None with weights, because each source
+        # then has its own epochs
         self.num_train_sequences = self.order.length if weights is None else None
         self.offsets: dict[str, int] = {}
 
@@ -105,16 +106,16 @@ class MixtureDataset:
         }
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Continue each source at sample `samples` after its `taken` sequences; sources that are
-        new begin at 0.
+        """Continue at sample `samples`, with each source after its `taken` sequences; new sources
+        begin at 0.
         """
         self.offsets = {}
         here = self.get_taken(seed, samples)
         self.offsets = {name: n for name in self.names if (n := taken.get(name, 0) - here[name])}
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Return the indices (stop - start,) int64 of training samples [start, stop), counted from
-        the first step.
+        """Return the indices (stop - start,) int64 of the training samples [start, stop), which are
+        counted from the first step.
         """
         indices = np.empty(stop - start, dtype=np.int64)
         for places, number, first in self.order.get_runs(seed, start, stop):
@@ -159,7 +160,7 @@ def naming_source(name: str) -> Iterator[None]:
 
 
 def get_stop_token_ids(dataset: TrainDataset | None) -> list[int]:
-    """Tokens that the answers of all sources end with, as far as they are known."""
+    """Return the tokens at the end of the answers of all sources, as far as they are known."""
     parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
     return sorted({token for part in parts for token in getattr(part, "stop_token_ids", ())})
 
@@ -184,21 +185,21 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
 
 
 class _Order:
-    """Periods of `sum(quotas)` samples, in each of which source s has quotas[s] places, by (seed,
-    period).
+    """Order of periods of `sum(quotas)` samples, in each of which source s has quotas[s] samples,
+    by (seed, period).
 
-    Each `PERIOD` samples of a period are a piece of its own, over which the places of a source are
-    spread evenly; only that piece is shuffled and held.
+    A period is divided into pieces of `PERIOD` samples, and the samples of a source are spread
+    evenly over the pieces. Only one piece at a time is shuffled and in memory.
     """
 
     def __init__(self, quotas: np.ndarray) -> None:
         self.quotas = quotas
         self.length = int(quotas.sum())
-        self._get_piece = lru_cache(maxsize=2)(self._make_piece)  # a step can straddle two pieces
+        self._get_piece = lru_cache(maxsize=2)(self._make_piece)  # a step may need two pieces
 
     def _find_piece(self, seed: int, sample: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the first sample of the piece of `sample`, how many of each source are before it,
-        (S,) int64, and the source of each of its samples, int16.
+        """Return, for the piece that contains `sample`, its first sample, the number of samples of
+        each source before it, (S,) int64, and the source of each of its samples, int16.
         """
         period, place = divmod(sample, self.length)
         return self._get_piece(seed, period, place // PERIOD)
@@ -214,9 +215,9 @@ class _Order:
         return period * self.length + start, period * self.quotas + before, shuffled
 
     def _count_first(self, places: int) -> np.ndarray:
-        """Count the first `places` of a period by source, (S,) int64, where they are spread evenly:
-        place k of the q of a source is due at (2k + 1) / 2q of the period; of those due at once,
-        first sources go first.
+        """Count the first `places` samples of a period by source, (S,) int64, if sources are spread
+        evenly: sample k of the q samples of a source is due at (2k + 1) / 2q of the period. If
+        several are due at the same point, the order of the sources decides.
         """
 
         def count_due(time: int) -> np.ndarray:
@@ -237,8 +238,8 @@ class _Order:
         return before + np.bincount(sources[: sample - start], minlength=len(self.quotas))
 
     def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Yield each source in samples [start, stop): (samples (n,) int64, source, number of the
-        first there).
+        """Yield for each source in samples [start, stop): its samples (n,) int64, the source, and
+        how many samples of the source come before them.
         """
         while start < stop:
             first, _, sources = self._find_piece(seed, start)
@@ -250,10 +251,10 @@ class _Order:
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:
-    """Return the weights as int64 that add up to `PERIOD`: largest remainders, and at least 1
-    each.
+    """Return int64 quotas, at least 1 each, that add up to `PERIOD`, by the method of largest
+    remainders.
     """
-    # first: the sum of huge ones is infinite
+    # divided first, because the sum of huge weights would be infinite
     shares = np.asarray(weights, dtype=np.float64) / np.max(weights)
     exact = PERIOD * shares / shares.sum()
     quotas = np.floor(exact).astype(np.int64)
@@ -276,11 +277,11 @@ def _get_sizes(sources: Mapping[str, SequenceDataset]) -> np.ndarray:
 
 
 def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
-    """Build the tokenizer and the mixture of `data.sources`; a DataError names the source that is
-    unusable.
+    """Build the tokenizer and the mixture of `data.sources`. DataError: a source cannot be used;
+    the message names it.
     """
     data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
-    if not data.tokenizer_path:  # one that is trained would know the first source only
+    if not data.tokenizer_path:  # a tokenizer would be trained on the first source only
         raise DataError(
             "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. "
             "Set model.path, or data.tokenizer_path, to a folder with one."

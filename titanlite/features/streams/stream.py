@@ -1,14 +1,14 @@
 """Examples tokenized on the fly, for datasets that are too large to tokenize before the first step.
 
-Rows are taken in blocks of `data.streaming_block_rows`. A block is packed by itself, best-fit, and
-its sequences are shuffled by (seed, block). So sample n is a function of the rows, the settings and
-the seed, on any world size, and a run resumes at any sample: of earlier blocks, only the place of
-the last row and the number of sequences must be known. Both are kept in the cache folder, and a
-resumed run reads on after that row. Where they are missing (another machine, without a shared
-cache), the blocks are tokenized again.
+Rows are read in blocks of `data.streaming_block_rows`. Each block is packed separately, best-fit,
+and its sequences are shuffled by (seed, block). So with any world size, sample n depends only on
+the rows, the settings and the seed. A run resumes at any sample, because of earlier blocks only the
+position of the last row and the number of sequences must be known. The cache folder stores both,
+and a resumed run continues after that row. If they are missing (on a different machine, without a
+shared cache), the blocks are tokenized again.
 
-Every rank makes every block, because the number of its sequences is known only after packing. The
-next block is made in a thread while the present one is trained on.
+Every rank makes every block, because the number of its sequences is known only after packing. A
+thread makes the next block while the run trains on the current one.
 """
 
 import json
@@ -61,8 +61,8 @@ _Place = tuple[int, int]  # file and number of the row after which a block begin
 
 
 class _Block(NamedTuple):
-    """The examples of some rows, their sequences, and the place where the next block begins: that
-    of the last one of a pass is `_START`.
+    """The examples of some rows, their sequences, and the position where the next block begins;
+    `_START` after the last block of a pass.
     """
 
     content: ExampleSet
@@ -73,13 +73,13 @@ class _Block(NamedTuple):
 class StreamDataset(ExampleSequences):
     """Training sequences from a stream; held-out ones, if any, from a tokenized set.
 
-    Sequence indices below `num_validation_sequences` are held out; training sample n is
-    `num_validation_sequences` + n. After the last row the stream begins again with the first, in
-    another order inside each block.
+    Sequence indices below `num_validation_sequences` are held out; training sample n has the index
+    `num_validation_sequences` + n. After the last row the stream begins again with the first row,
+    with a different order inside each block.
 
     Raises:
-        DataError: while reading: as `build_examples` and `fit_examples`; no row of a whole pass can
-            be used.
+        DataError, while reading: as in `build_examples` and `fit_examples`, or no row of a whole
+            pass can be used.
     """
 
     def __init__(
@@ -106,39 +106,39 @@ class StreamDataset(ExampleSequences):
         )
         self.num_validation_sequences = len(self._held_out_rows)
         self.left_out: Counter[str] = Counter()
-        self.chat_counts: Counter[str] = Counter()  # as in Examples.counts
+        self.chat_counts: Counter[str] = Counter()  # see Examples.counts
         self.stop_token_ids = set(() if held_out is None else held_out.examples.stop_token_ids)
         packing = (_FORMAT_VERSION, data.too_long, data.packing, data.streaming_block_rows, seq_len)
         identity = rows.identity
         digest = make_key(data, tokenizer, (*packing, *identity))
-        # A digest of rows and settings, in words.
+        # A digest of rows and settings, as readable text.
         self.fingerprint = (
             f"a stream of {', '.join(identity[:4])} (digest {digest[:8]}), sequences of {seq_len}"
         )
-        # Files that were written again may have other rows in as many bytes.
+        # A file that was written again may have different rows in the same number of bytes.
         times = [file.stat().st_mtime_ns for file in rows.source.files]
         key = make_key(data, tokenizer, (*packing, *identity, rows.names, times))
         self._ends_file = get_cache_folder(data) / "streams" / f"{key}.json"
-        # For each block, in order, where it ends, and how many sequences there are until then.
+        # for each block, in order, the position of its end and the number of sequences up to it
         self._ends = _load_ends(self._ends_file)
         self._encoder: ExampleEncoder | None = None
         self._reader: tuple[_Place, Iterator[Row]] | None = None
         self._reported: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
-        # Micro-batches may straddle two blocks, and one is made ahead.
+        # A micro-batch may need two blocks, and one more is made in advance.
         self._begin = lru_cache(maxsize=3)(self._submit)
 
     @property
     def form(self) -> str:
-        """Form as configured: what 'auto' finds is not known before the first row, and must not be
-        pairs.
+        """Row format as configured; the result of 'auto' is not known before the first row, and
+        must not be pairs.
         """
         return self.data.format
 
     @property
     def examples_per_sequence(self) -> float:
-        """Examples, or pairs, in a sequence, in the mean of the first block that has any, which
-        this reads.
+        """Mean number of examples (or pairs) in a sequence, in the first block that has any; this
+        reads that block.
         """
         count = len(self.get_members(self.num_validation_sequences)[0].selected)
         return count / next(total for _, total in self._ends if total)
@@ -172,11 +172,12 @@ class StreamDataset(ExampleSequences):
 
     def _get_block(self, number: int) -> _Block:
         block = self._begin(self._ends[number - 1][0] if number else _START).result()
-        self._begin(block.end)  # the next one is made meanwhile
+        self._begin(block.end)  # starts to make the next block
         if number in self._reported:
             return block
         self._reported.add(number)
-        self._report(block.content)  # only now: a block that is made ahead may never be used
+        # only now, because a block that is made in advance may never be used
+        self._report(block.content)
         total = self._count_until(number) + len(block.sequences)
         if number == len(self._ends):
             self._add(block.end, total)
@@ -208,12 +209,12 @@ class StreamDataset(ExampleSequences):
             ) from None
 
     def _make_block(self, place: _Place) -> _Block:
-        """Read, render, tokenize and pack the block at `place`; a short one, which may be empty, is
-        the last of a pass.
+        """Read, render, tokenize and pack the block at `place`; a short or empty block is the last
+        one of a pass.
         """
         if self._reader is None or self._reader[0] != place:
             self._reader = (place, self.rows.iterate_from(*place))
-        (_, reader), self._reader = self._reader, None  # one that raises has ended
+        (_, reader), self._reader = self._reader, None  # a reader that raised cannot continue
         data = self.data
         batch = list(islice(reader, data.streaming_block_rows))
         end = _START
@@ -232,8 +233,8 @@ class StreamDataset(ExampleSequences):
         return _Block(content, pack_examples(content, self.seq_len, packing=data.packing), end)
 
     def _report(self, content: ExampleSet) -> None:
-        """Count what a block leaves out, and keep the tokens that end its answers; each reason is
-        logged once.
+        """Count the rows that a block omits, log each reason once, and add the end tokens of its
+        answers.
         """
         examples = content.examples
         self.stop_token_ids.update(examples.stop_token_ids)
@@ -273,8 +274,8 @@ def build_stream_dataset(
     where: str = "data",
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
-    """Return the tokenizer, loaded unless given, and the stream of `data.path`; `where` is the
-    section, for the log.
+    """Return the tokenizer, which is loaded unless given, and the stream of `data.path`; `where`
+    names the section in the log.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = open_rows(data, streaming=True)
