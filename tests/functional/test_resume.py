@@ -20,7 +20,7 @@ from titanlite.features.muon import muon_matrices
 from titanlite.features.record.run_files import count_bytes
 
 # after an even number of steps the biases of experts may be zero again, and are not saved
-HALF, ALL = 3, 5
+HALF, ALL = 1, 3
 TWO = Degrees(dp_shard=2)  # where the mesh does not matter
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
@@ -31,7 +31,6 @@ SCHEDULE = [
     "--lr_scheduler.warmup_steps=4",
     f"--checkpoint.interval={HALF}",
 ]
-SCHEDULE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture
@@ -43,7 +42,8 @@ def train(run_warm, checked):
     """
 
     def run(degrees, folder, *overrides):
-        job = checked(degrees, *SCHEDULE, f"--job.dump_folder={folder}", *overrides)
+        whole_batch = f"--training.local_batch_size={8 // degrees.dp}"
+        job = checked(degrees, *SCHEDULE, whole_batch, f"--job.dump_folder={folder}", *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
 
     return run
@@ -94,15 +94,14 @@ def contents(folder, step):
     ("mesh", "overrides"),
     [
         ("FSDP4", []),
-        ("HSDP2xTP2xEP2", []),
         ("TP2xFSDP2", ["--checkpoint.export_dtype=bfloat16"]),
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
         ("HSDP2xTP2xEP2", MUON),
         ("CP2xTP2xEP4", []),
         ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
         ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
-        ("EP2xFSDP2", [*NEXT, *MUON]),
-        ("TP2xEP2", ["--model.name=gpt_oss", *MUON]),
+        pytest.param("EP2xFSDP2", [*NEXT, *MUON], marks=pytest.mark.full),
+        pytest.param("TP2xEP2", ["--model.name=gpt_oss", *MUON], marks=pytest.mark.full),
         ("EP2xFSDP2", ["--model.implementation=transformers", "--moe.expert_bias_update_rate=0"]),
         ("TP2xEP2", QWEN3_5),
     ],
@@ -121,7 +120,7 @@ def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes
 
 
 def test_the_middle_is_not_the_end(halfway, meshes):
-    """The comparison above can fail: three steps change every file that holds numbers."""
+    """The comparison above can fail: two steps change every file that holds numbers."""
     whole, _ = halfway(meshes["FSDP4"])
     middle, end = contents(whole, HALF), contents(whole, ALL)
     for name in (
@@ -183,7 +182,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
         seen = HALF * 8  # of the batch size before
         dataset = trainer.parts.loader.dataset
         expected = dataset.batch(
-            dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:2]
+            dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:1]
         )
         assert torch.equal(
             trainer.parts.loader.micro_batches(trainer.step)[0].tokens, expected.tokens
@@ -206,7 +205,7 @@ def test_optimizer_states_are_those_of_the_run(halfway, meshes):
     """The files hold AdamW's moments under the parameters' own names, experts fused, and none is
     zero.
     """
-    whole, _ = halfway(meshes["HSDP2xTP2xEP2"])
+    whole, _ = halfway(meshes["FSDP4"])
     states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
     kinds = {}
     for key, tensor in states.items():
@@ -231,14 +230,13 @@ def test_a_finished_run_says_so_and_saves_nothing(train, halfway, text_folder, t
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     train(TWO, copy)
-    with pytest.raises(AssertionError, match=rf"ask for 4 steps, but .* is of step {ALL}"):
-        train(TWO, copy, "--training.steps=4")
+    with pytest.raises(AssertionError, match=rf"ask for 2 steps, but .* is of step {ALL}"):
+        train(TWO, copy, "--training.steps=2", "--lr_scheduler.warmup_steps=2")
     with pytest.raises(AssertionError, match=rf"holds another run, at step {ALL}: data\.path"):
         train(TWO, copy, f"--data.path={shutil.copytree(text_folder, tmp_path / 'other')}")
     assert contents(copy, ALL) == contents(whole, ALL)
     assert sorted(path.name for path in (copy / "checkpoint").iterdir()) == [
-        f"step-{HALF}",
-        f"step-{ALL}",
+        f"step-{step}" for step in range(HALF, ALL + 1)
     ]
 
 
