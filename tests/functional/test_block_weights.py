@@ -113,16 +113,22 @@ def run_alone(warm_run, base_of, single_runs):
         ("TP2xEP2", "qwen3_moe", "nf4", [FULL]),
         pytest.param("TP2xEP4", "qwen3_moe", "fp8", [], marks=pytest.mark.full),
         ("TP2xFSDP2", "few_experts", "nf4", []),  # experts split along dim 1
-        ("DDP4", "qwen3", "fp8", []),
-        ("CP2xTP2", "qwen3_moe", "nf4", []),
+        pytest.param("DDP4", "qwen3", "fp8", [], marks=pytest.mark.full),
+        pytest.param("CP2xTP2", "qwen3_moe", "nf4", [], marks=pytest.mark.full),
         pytest.param("PP2xTP2xEP2", "qwen3_moe", "fp8", [], marks=pytest.mark.full),
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
         pytest.param("TP2xEP2", "qwen3_next", "nf4", [], marks=pytest.mark.full),
-        ("EP2xFSDP2", "qwen3_next", "fp8", [FULL]),
+        pytest.param("EP2xFSDP2", "qwen3_next", "fp8", [FULL], marks=pytest.mark.full),
         ("TP2xEP2", "qwen3_5_moe", "nf4", []),
         # frozen experts without adapters
         ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
-        ("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
+        pytest.param(
+            "TP2xEP2",
+            "qwen3_moe",
+            "nf4",
+            ["--lora.targets=gate_up_proj", SELECTIVE],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_mesh_trains_as_one_process_does(
@@ -152,7 +158,10 @@ def rounded_to(form, weight):
     return decode_blocks(encode_blocks(weight, layout), layout, weight.shape[-1], torch.float32)
 
 
-@pytest.mark.parametrize(("model_name", "form"), [("qwen3_moe", "fp8"), ("deepseek_v3", "nf4")])
+@pytest.mark.parametrize(
+    ("model_name", "form"),
+    [("qwen3_moe", "fp8"), pytest.param("deepseek_v3", "nf4", marks=pytest.mark.full)],
+)
 def test_training_is_that_of_the_rounded_weights(
     warm_run, run_alone, base_of, tmp_path, model_name, form
 ):

@@ -173,7 +173,7 @@ def is_late(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
     """Kill one of 2 to 4 ranks, or all, that do nothing but save; look; start again; until kills
     were inside a save.

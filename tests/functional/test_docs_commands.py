@@ -21,8 +21,8 @@ DOCUMENTS = [
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     if read_blocks(path)
 ]
-# It compares whole runs, for minutes.
-WEEKLY = ("debugging.md",)
+# The first compares whole runs, for minutes; the ladder has the meshes of the others.
+WEEKLY = ("debugging.md", "long_sequences.md", "pipeline.md")
 RANKS = "2"  # the documents speak of 4
 
 

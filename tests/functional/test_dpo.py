@@ -150,7 +150,7 @@ def expected_step(job, step):
     [
         (Degrees(), QWEN3),
         pytest.param("TP2xFSDP2", QWEN3, marks=pytest.mark.full),
-        ("TP2xEP2", []),
+        pytest.param("TP2xEP2", [], marks=pytest.mark.full),
         ("CP2xTP2", []),
         ("PP2xFSDP2", []),
         ("EP2xFSDP2", TRANSFORMERS),

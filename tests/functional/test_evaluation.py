@@ -88,7 +88,10 @@ def points(folder, key):
 TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
 
 
-@pytest.mark.parametrize(("mesh", "overrides"), [("TP2xEP2", []), ("EP2xFSDP2", TRANSFORMERS)])
+@pytest.mark.parametrize(
+    ("mesh", "overrides"),
+    [("TP2xEP2", []), pytest.param("EP2xFSDP2", TRANSFORMERS, marks=pytest.mark.full)],
+)
 def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, overrides):
     folder = train(meshes[mesh], *EVALUATION, "--training.steps=3", *overrides)
     assert points(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}

@@ -65,7 +65,7 @@ def get_path(examples):
     )[2]
 
 
-@pytest.mark.parametrize("sources", [False, True])
+@pytest.mark.parametrize("sources", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, tmp_path, sources):
     if sources:
         path = get_path(examples)

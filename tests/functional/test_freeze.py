@@ -35,7 +35,7 @@ def reference_runs():
     return {}
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "TP2xEP2"])
+@pytest.mark.parametrize("mesh", ["TP2xEP2", pytest.param("FSDP4", marks=pytest.mark.full)])
 def test_mesh_trains_like_one_process(warm_run, meshes, reference_runs, mesh):
     def run(degrees, *overrides):
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
@@ -55,7 +55,7 @@ def test_mesh_trains_like_one_process(warm_run, meshes, reference_runs, mesh):
 
 
 def test_frozen_stays_and_the_rest_moves(run_ranks, checked, meshes, gather_full):
-    job = checked(meshes["TP2xEP2"], *PATTERNS)
+    job = checked(meshes["TP2xEP2"], *PATTERNS, "--training.local_batch_size=4")
     config, seq_len = job.model_config, job.job.training.seq_len
     whole = build_model(config)
     freeze_parameters(whole, job.job.optimizer)

@@ -102,7 +102,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "mesh", ["one", "FSDP4", "TP2xFSDP2", "TP2xEP2", "CP2xTP2", "PP2xTP2xEP2", "PP2xCP2"]
+    "mesh",
+    [
+        *("one", "TP2xEP2", "CP2xTP2", "PP2xCP2"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.full)
+            for mesh in ("FSDP4", "TP2xFSDP2", "PP2xTP2xEP2")
+        ),
+    ],
 )
 def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, mesh):
     """All prompts together; and one by one, which is alike for all families."""
@@ -136,7 +143,7 @@ def test_the_reference_is_no_constant(references):
         assert max(len(set(tokens)) for tokens in reference.tokens) > 4, family
 
 
-@pytest.mark.parametrize("mesh", ["FSDP4", "CP2xEP2"])
+@pytest.mark.parametrize("mesh", ["CP2xEP2", pytest.param("FSDP4", marks=pytest.mark.full)])
 def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
     """A prompt's draws depend on its number and the seed alone, not on mesh or batch."""
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)
@@ -181,7 +188,9 @@ def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, mesh
         assert [continuation.ended for continuation in found] == [end < NEW for end in cut]
 
 
-@pytest.mark.parametrize("mesh", ["CP2xTP2xEP4", "PP2xTP2xEP2"])
+@pytest.mark.parametrize(
+    "mesh", ["PP2xTP2xEP2", pytest.param("CP2xTP2xEP4", marks=pytest.mark.full)]
+)
 def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, load, meshes, mesh):
     degrees = meshes[mesh]
 

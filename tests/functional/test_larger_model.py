@@ -128,7 +128,10 @@ def load(folder, auto="AutoModelForImageTextToText"):
 @pytest.mark.parametrize(
     ("model_type", "tied", "mesh"),
     [
-        ("qwen3_5", False, ["--parallelism.tensor_parallel_degree=2"]),
+        pytest.param(
+            *("qwen3_5", False, ["--parallelism.tensor_parallel_degree=2"]),
+            marks=pytest.mark.full,
+        ),
         ("qwen3_5", True, []),
         ("qwen3_5_moe", False, ["--parallelism.expert_parallel_degree=2"]),
     ],

@@ -94,14 +94,14 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
 @pytest.mark.parametrize(
     ("mesh", "family", "overrides"),
     [
-        ("FSDP4", "qwen3_moe", []),
+        pytest.param("FSDP4", "qwen3_moe", [], marks=pytest.mark.full),
         ("TP2xEP4", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
         pytest.param("HSDP2x2", "few_experts", [], marks=pytest.mark.full),
-        ("TP2xFSDP2", "few_experts", []),
+        pytest.param("TP2xFSDP2", "few_experts", [], marks=pytest.mark.full),
         pytest.param("TP2xFSDP2", "qwen3", [FULL_AC], marks=pytest.mark.full),
         ("TP2xEP2", "dots1", []),
         ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
-        ("PP2xTP2xEP2", "qwen3_moe", []),
+        pytest.param("PP2xTP2xEP2", "qwen3_moe", [], marks=pytest.mark.full),
         ("PP2xFSDP2", "dots1", [FULL_AC]),
     ],
 )
@@ -119,7 +119,10 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
         assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
 
 
-@pytest.mark.parametrize(("mesh", "family"), [("EP2xFSDP2", "qwen3_moe"), ("FSDP4", "qwen3")])
+@pytest.mark.parametrize(
+    ("mesh", "family"),
+    [("EP2xFSDP2", "qwen3_moe"), pytest.param("FSDP4", "qwen3", marks=pytest.mark.full)],
+)
 def test_transformers_own_class_trains_the_same_adapters(
     warm_run, overrides_of, meshes, reference_runs, mesh, family
 ):

@@ -40,6 +40,7 @@ from titanlite.metrics.run_folder import (
 # A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
 # pass.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
+ONE_MICRO_BATCH = "--training.local_batch_size=2"  # on 4 ranks
 FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="run_train.sh needs bash")
 
@@ -111,8 +112,8 @@ def cluster(config_file, tmp_path, environment):
     made = []
 
     def make(num_steps, *overrides):
-        steps = f"--training.steps={num_steps}"
-        made.append(Cluster(config_file, tmp_path / "cluster", steps, *overrides, env=environment))
+        steps = f"--training.steps={num_steps}", ONE_MICRO_BATCH
+        made.append(Cluster(config_file, tmp_path / "cluster", *steps, *overrides, env=environment))
         return made[-1]
 
     yield make
@@ -190,6 +191,7 @@ def undisturbed(run_ranks, checked):
         job = checked(
             Degrees(dp_shard=4),
             f"--training.steps={num_steps}",
+            ONE_MICRO_BATCH,
             "--checkpoint.interval=0",
         )
 
@@ -209,7 +211,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     to one: all save and end with 0. Then, in the run that goes on from there, SIGKILL to all
     processes of one: it comes back, and the ranks of both resume from the newest checkpoint.
     """
-    run = cluster(36, "--checkpoint.interval=6", "--checkpoint.keep_latest_k=0")
+    run = cluster(24, "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0")
     host, other = elastic("2", places)
     here, there = ([], []) if places is None else places.prefixes
     first, second = run.start(host, here), run.start(other, there)
@@ -217,7 +219,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     second.process.terminate()
     run.end(first, second)
     stopped = list_steps(run.checkpoints)[-1]
-    assert f"stopped after step {stopped} of 36, saved" in run.out
+    assert f"stopped after step {stopped} of 24, saved" in run.out
     assert "Traceback" not in first.err + second.err
     assert second.err.count("SIGTERM: finishing this step and saving") == 1
     assert (
@@ -226,7 +228,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
         + (f"'{host['RDZV_ID']}' ...\n")
     )
 
-    newest = (stopped // 6 + 1) * 6
+    newest = (stopped // 4 + 1) * 4
     first, second = run.start(host, here), run.start(other, there)
     run.wait_for_step(newest + 2)
     second.kill()
@@ -234,13 +236,13 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
     run.end(first, again)
     resumed = [int(step) for step in re.findall(r"resuming from \S*step-(\d+)", run.out)]
     assert len(resumed) == 2 and resumed[0] == stopped and resumed[1] >= newest
-    assert run.steps() == set(range(1, 37))
+    assert run.steps() == set(range(1, 25))
     assert "Traceback" not in first.err + again.err, run.report()
 
-    undisturbed(36)
+    undisturbed(24)
     for name in FILES:
-        expected = tmp_path / "run/checkpoint/step-36" / name
-        assert file_digest(run.checkpoints / "step-36" / name) == file_digest(expected), name
+        expected = tmp_path / "run/checkpoint/step-24" / name
+        assert file_digest(run.checkpoints / "step-24" / name) == file_digest(expected), name
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def disturb(trainer):
 
 
 def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
-    job = checked(meshes["TP2xEP2"], "--checkpoint.enable=false", "--training.steps=5")
+    options = ("--checkpoint.enable=false", "--training.steps=4", "--training.local_batch_size=4")
+    job = checked(meshes["TP2xEP2"], *options)
 
     def rank_main():
         trainer = assemble(job)

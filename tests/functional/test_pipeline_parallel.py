@@ -30,7 +30,7 @@ def build(job):
     return model, materialize(model, "cpu", seed=3)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=2, dp_shard=2), Degrees(pp=2, tp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("degrees", [Degrees(pp=2, tp=2, ep=2)], ids=str)
 def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees):
     """Every rank plans the whole model; each tensor has memory in one stage, and none is anywhere
     but on meta else.

@@ -95,7 +95,8 @@ def run(server, config_file, tmp_path):
                 f"--job.dump_folder={tmp_path / 'run'}",
                 "--training.steps=6",
             ),
-            *("--parallelism.tensor_parallel_degree=2", "--checkpoint.interval=2", *overrides),
+            *("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"),
+            *("--checkpoint.interval=2", *overrides),
             folder=folder,
         )
         started.append(launched)

@@ -27,7 +27,7 @@ from titanlite.preflight import check
 # Where the top-level flag wins, where either does, where the class's default is True, and models
 # without text_config.
 TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
-WEEKLY = ("qwen3_vl_moe", "kimi_k25")  # composite, as the first three
+WEEKLY = ("gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25")  # composite, as the first
 FLAGS = (True, False, None)
 
 

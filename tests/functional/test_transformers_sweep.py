@@ -9,10 +9,10 @@ import pytest
 import sweep_training
 import sweep_transformers
 
-DISTINCT = ["mixtral", "qwen3_next", "qwen3_5_moe", "gemma3", "gemma4", "gpt_oss", "deepseek_v4"]
-DISTINCT += ["kimi_k25", "nemotron_h", "granitemoehybrid", "llama4_text", "minimax_m2"]
+DISTINCT = ["qwen3_5_moe", "gemma4", "gpt_oss", "deepseek_v4", "nemotron_h", "llama4_text"]
 # Their layers are like those of others.
-OTHERS = ["llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_5", "gemma2"]
+OTHERS = ["mixtral", "qwen3_next", "gemma3", "kimi_k25", "granitemoehybrid", "minimax_m2"]
+OTHERS += ["llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_5", "gemma2"]
 OTHERS += ["phi3", "deepseek_v3", "glm4_moe", "olmo3", "cohere2"]
 
 

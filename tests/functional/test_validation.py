@@ -99,7 +99,7 @@ def test_text(validate, one_by_one, meshes, kind):
         assert found == pytest.approx(expected, rel=BOUND), mesh
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("packing", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_chats(validate, one_by_one, meshes, examples, packing):
     expected = one_by_one(*examples, "--data.packing=false")
     for degrees, size in ((Degrees(), 4), (meshes["FSDP4"], 1), (meshes["CP2xFSDP2"], 5)):
