@@ -87,9 +87,13 @@ def with_balance_losses(model):
 
 
 CHECKPOINTING = {"llama": "full", "qwen3": "selective", "qwen3_moe": "full", "dots1": "selective"}
+DAILY = {*CHECKPOINTING, "deepseek_v3", "gpt_oss", "qwen3_5_moe_text"}
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.full] * (name not in DAILY)) for name in families()],
+)
 def test_families_without_and_with_checkpointing(tiny, graphs, family):
     build = partial(tiny.ours, tiny.config(family))
     assert_traced_alike(

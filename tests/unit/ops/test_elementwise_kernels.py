@@ -95,7 +95,6 @@ def test_norm_and_gate(dtype, shape):
 
 
 HEADS = {
-    "equal": (2, 2, 8, 8),
     "many": (20, 3, 16, 16),
     "partial": (5, 1, 24, 8),
     "odd": (3, 3, 12, 12),
@@ -103,7 +102,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("offset", [None, 1.0])
 @pytest.mark.parametrize("sizes", HEADS)
 def test_norm_and_rotation(dtype, offset, sizes):
     torch.manual_seed(0)
@@ -148,7 +147,7 @@ def test_operators_without_data_have_the_shapes_of_those_with():
         torch.library.opcheck(op.default, operands, test_utils=tests)
 
 
-@pytest.mark.parametrize(("qk_norm", "mode"), [(True, "none"), (False, "none"), (True, "full")])
+@pytest.mark.parametrize(("qk_norm", "mode"), [(False, "none"), (True, "full")])
 def test_a_decoder_has_the_same_losses_and_gradients(qk_norm, mode, monkeypatch):
     config = ModelConfig(
         vocab_size=31,

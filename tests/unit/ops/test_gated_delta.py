@@ -209,15 +209,11 @@ def test_gates_and_norms_are_those_of_transformers():
 
 # Relative Frobenius errors were 5e-7 in float32 (1e-5 for dg with a fast decay, whose sums reach
 # -1600) and 3.6e-3 in bfloat16, which only the latter is compiled for.
-CASES = [
-    pytest.param(torch.bfloat16, 0.05, [5, 1, 70, 9], 6e-3, marks=ON_GPU),
-    pytest.param(torch.bfloat16, 0.05, [64, 64], 6e-3, marks=ON_GPU),
-]
+CASES = [pytest.param(torch.bfloat16, 0.05, [5, 1, 70, 9], 6e-3, marks=ON_GPU)]
 if launchers.INTERPRETED:
-    CASES += [
-        (torch.float32, 0.05, [5, 1, 70, 9], 1e-6),
-        (torch.float32, 25.0, [130], 3e-5),
-    ]
+    CASES += [(torch.float32, 0.05, [64, 2, 9], 1e-6), (torch.float32, 25.0, [70], 3e-5)]
+else:
+    CASES += [pytest.param(torch.bfloat16, 0.05, [64, 64], 6e-3, marks=ON_GPU)]
 
 
 def draw_for_kernels(lengths, dtype, gate, batch=2, heads=2, value_heads=4):
@@ -253,7 +249,7 @@ KERNELS_RUN = pytest.mark.skipif(
 @KERNELS_RUN
 @pytest.mark.parametrize(("dtype", "gate", "lengths", "bound"), CASES)
 def test_kernels_equal_the_recurrence(dtype, gate, lengths, bound):
-    inputs, documents = draw_for_kernels(lengths, dtype, gate)
+    inputs, documents = draw_for_kernels(lengths, dtype, gate, heads=1, value_heads=2)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     ours = run_with_state(gated_delta_rule, inputs, documents, backend="triton")
     names = ("out", "last", "q", "k", "v", "g", "beta", "state")
@@ -270,7 +266,7 @@ INPUT_CASES = [
     pytest.param(torch.bfloat16, None, 3e-3, marks=ON_GPU),
 ]
 if launchers.INTERPRETED:
-    INPUT_CASES += [(torch.float32, [2, 31, 33], 1e-6), (torch.float32, [1], 1e-6)]
+    INPUT_CASES += [(torch.float32, [1], 1e-6)]
 
 
 @KERNELS_RUN

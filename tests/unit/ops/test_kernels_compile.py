@@ -12,7 +12,8 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "scripts" / "compile_kernels.py"
 
 
-@pytest.mark.parametrize("archs", ["90", pytest.param("80,100", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("archs", ["90", pytest.param("80,100", marks=pytest.mark.full)])
 def test_kernels_compile_with_tensor_cores_and_without_spills(archs):
     pytest.importorskip("triton.backends.nvidia", reason="needs triton with its NVIDIA backend")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

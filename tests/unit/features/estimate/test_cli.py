@@ -245,7 +245,11 @@ EXAMPLES = re.findall(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "text"), EXAMPLES, ids=[command.split()[2] for command, _ in EXAMPLES]
+    ("command", "text"),
+    [
+        pytest.param(*example, marks=[pytest.mark.full] * (place > 1), id=example[0].split()[2])
+        for place, example in enumerate(EXAMPLES)
+    ],
 )
 def test_the_documentation_shows_what_the_command_prints(command, text, capsys, monkeypatch, cache):
     """Words exactly; numbers within 5 %, so that a kernel that moves a few bytes less needs no new
