@@ -78,13 +78,14 @@ phase "ruff check" "$PYTHON" -m ruff check .
 phase "import-linter" "$PYTHON" -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
 phase "size" "$PYTHON" scripts/check_size.py
 phase "config reference" "$PYTHON" scripts/config_reference.py --check
-# Unit tests are single processes, one per core. A functional test has ranks for all cores, but they often wait for one
-# another, or for a time limit: three files at a time fill the gaps.
+# A file stays on one worker, for its tests share what takes long to make. Unit tests are single processes, one per core.
+# A functional test has ranks for all cores, but they often wait for one another, or for a time limit: three files at a
+# time fill the gaps.
 if [ "$fast" -eq 1 ]; then
     phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8 --fast
     phase "basedpyright" check_types
 else
-    phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8
+    phase "pytest unit" run_pytest tests/unit --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
     phase "basedpyright" check_types
     phase "pytest functional" run_pytest tests/functional --numprocesses 3 --dist loadfile --no-loadscope-reorder
 fi
