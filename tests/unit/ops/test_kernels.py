@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from triton_interpreter import repair
 
 from titanlite.config.schema import ActivationCheckpointSection
@@ -254,15 +253,6 @@ def test_the_same_bits_every_time():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_recomputed_under_activation_checkpointing():
-    layer = layer_of(SIZES["uneven"], 2)
-    again = checkpoint(layer.run, "triton", use_reentrant=False)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(layer.results(layer.run("triton")), layer.results(again), strict=True)
-    )
-
-
 class Alive(TorchDispatchMode):
     """Storages that operators make, with whose they are."""
 
@@ -346,15 +336,6 @@ def test_opcheck():
         torch.ops.titanlite.grouped_mm.default,
         (rows, gate_up.detach().mT.requires_grad_(), offsets, "triton"),
     )
-
-
-def test_compiles_without_a_graph_break():
-    layer = layer_of(SIZES["uneven"], 2)
-    compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("triton")
-    for mine, reference in zip(
-        layer.results(compiled), layer.results(layer.run("triton")), strict=True
-    ):
-        assert torch.equal(mine, reference)
 
 
 def test_grouped_gemm_takes_the_backend():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from expert_layer import NAMES, ExpertLayer
-from torch.utils.checkpoint import checkpoint
 
 from titanlite.ops.moe_experts import moe_experts
 
@@ -39,20 +38,6 @@ def test_rows_of_no_expert_reach_nothing(top_k):
     out, dx, dgate_up, ddown, _ = layer.results(layer.run("torch"))
     assert out.isfinite().all() and not out[alone].any() and not dx[alone].any()
     assert dgate_up.isfinite().all() and ddown.isfinite().all()
-
-
-def test_recomputed_under_activation_checkpointing():
-    layer = layer_of([9, 4], 2)
-    again = checkpoint(layer.run, "torch", use_reentrant=False)
-    for one, two in zip(layer.results(layer.run("torch")), layer.results(again), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_one_graph():
-    layer = layer_of([5, 0, 9], 2)
-    compiled = torch.compile(layer.run, fullgraph=True, backend="aot_eager")("torch")
-    for one, two in zip(layer.results(layer.run("torch")), layer.results(compiled), strict=True):
-        assert (one - two).norm() <= 1e-6 * two.norm()  # some operators are decomposed
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

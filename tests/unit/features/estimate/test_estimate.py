@@ -3,9 +3,7 @@
 import pytest
 
 from titanlite.base.errors import ConfigError
-from titanlite.config.parallelism import Degrees
 from titanlite.features.choice.hardware import get_hardware
-from titanlite.features.estimate.estimate import axis_ranks
 
 H100 = get_hardware("h100-80gb")
 
@@ -54,24 +52,3 @@ def test_short_names(name, expected):
 def test_a_part_of_a_name_is_no_gpu(name):
     with pytest.raises(ConfigError, match=rf"--gpu={name}: not in the table.*Known are h100-80gb"):
         get_hardware(name)
-
-
-def test_ranks_of_axes():
-    degrees = Degrees(dp_replicate=2, dp_shard=4, tp=2, ep=4)
-    assert axis_ranks(degrees, "tp", 5) == [4, 5]
-    assert axis_ranks(degrees, "dp_shard", 5) == [1, 3, 5, 7]
-    assert axis_ranks(degrees, "dp_replicate", 5) == [5, 13]
-    assert axis_ranks(degrees, "ep", 5) == [4, 5, 6, 7]
-    assert axis_ranks(degrees, "efsdp", 13) == [9, 13]
-    assert axis_ranks(degrees, "world", 13) == list(range(16))
-    degrees = Degrees(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
-    assert axis_ranks(degrees, "cp", 13) == [13, 15]
-    assert axis_ranks(degrees, "dp_shard_cp", 5) == [1, 3, 5, 7]
-    stages = Degrees(dp_replicate=2, dp_shard=2, tp=2, ep=2, pp=3)
-    assert axis_ranks(stages, "pp", 13) == [5, 13, 21] and axis_ranks(stages, "stage", 13) == [
-        *range(8, 16)
-    ]
-    assert axis_ranks(stages, "dp_replicate", 13) == [9, 13] and axis_ranks(stages, "tp", 13) == [
-        12,
-        13,
-    ]
