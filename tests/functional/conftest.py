@@ -66,7 +66,7 @@ if find_spec("omegaconf") is None:  # machines with GPUs that have torch and lit
 VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary shards are uneven
 SEQ_LEN = 32
 GLOBAL_BATCH_SIZE = 8
-CALLS_OF_RANKS = 10
+CALLS_OF_RANKS = 20
 LONGEST = (
     "parity_ladder",
     "docs_commands",
