@@ -14,6 +14,23 @@ import pytest
 from titanlite.base.errors import CheckpointError
 
 
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_json(path, value):
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def read_lines(path):
+    """Return the value of each line, as of metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(path, values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+
+
 def file_digest(path):
     """SHA-256 of the content. Two contents as operands of an assertion would have pytest work out
     all differences when they differ, with `-v` or CI in the environment: a minute for 20 KB, no end

@@ -2,9 +2,8 @@
 float64.
 """
 
-import json
-
 import torch
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
 _PLAIN = ("norm", "embed", "lm_head", "gate.weight")
@@ -86,6 +85,6 @@ def write_mxfp4(folder, exponents=(90, 140)):
 
 
 def _edit_config(folder, quantization):
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)

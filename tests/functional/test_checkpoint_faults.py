@@ -3,7 +3,6 @@ stays, and loads.
 """
 
 import errno
-import json
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import torch
 import torch._dynamo  # FSDP imports it, which takes 2 s in every forked rank if it is not there yet
 import torch.distributed as dist
 from cluster import Forked
-from files import folder_digests
+from files import folder_digests, read_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
@@ -100,9 +99,9 @@ def assert_holds(folder, step):
     """
     assert check_folder(folder, checksums=True) == []
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    listed = json.loads((folder / commit.MANIFEST_FILE).read_text())["files"].keys()
+    listed = read_json(folder / commit.MANIFEST_FILE)["files"].keys()
     assert names == listed | {commit.MANIFEST_FILE} and {MODEL, OPTIMIZER, "config.json"} <= names
-    assert json.loads((folder / train_state.STATE_FILE).read_text())["step"] == step
+    assert read_json(folder / train_state.STATE_FILE)["step"] == step
     for name in sorted(names):
         if not name.endswith(".safetensors"):
             continue

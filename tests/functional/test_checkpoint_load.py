@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from files import read_json, write_json
 from processes import anonymous_bytes
 from quantized_folder import write_fp8
 from safetensors.torch import load_file
@@ -115,7 +116,7 @@ def test_round_trip_is_bit_identical_on_meshes(run_ranks, checked, meshes, tmp_p
 
 
 def _stored_keys(folder):
-    return set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
+    return set(read_json(folder / "model.safetensors.index.json")["weight_map"])
 
 
 # --- what is read
@@ -237,7 +238,7 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     ours = load_file(tmp_path / "out/model.safetensors")
     assert ours.keys() == expected.keys()
     assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert "quantization_config" not in read_json(tmp_path / "out/config.json")
 
 
 # --- what does not fit
@@ -252,11 +253,11 @@ def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
     """
     job = checked(Degrees())
     save_transformers_model(job.model_config, tmp_path / "hf")
-    config = json.loads((tmp_path / "hf/config.json").read_text()) | {
+    config = read_json(tmp_path / "hf/config.json") | {
         "bos_token_id": 7,
         "max_window_layers": 28,
     }
-    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "hf/config.json", config)
     (tmp_path / "hf/generation_config.json").write_text(
         '{"temperature": 0.6, "top_k": 20, "do_sample": true}'
     )
@@ -270,15 +271,15 @@ def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
         )
 
     run_ranks(1, rank_main)
-    saved = json.loads((tmp_path / "out/config.json").read_text())
+    saved = read_json(tmp_path / "out/config.json")
     assert (saved["bos_token_id"], saved["max_window_layers"], saved["dtype"]) == (
         7,
         28,
         "bfloat16",
     )
-    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.6
+    assert read_json(tmp_path / "out/generation_config.json")["temperature"] == 0.6
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages[0].content }}"
-    tokenizer_config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    tokenizer_config = read_json(tmp_path / "out/tokenizer_config.json")
     assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast", (
         "transformers 4 knows this one"
     )

@@ -2,7 +2,6 @@
 the source.
 """
 
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from files import read_json, write_json
 from quantized_folder import write_fp8
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -143,8 +143,8 @@ def contents(folder):
 
 
 def edit_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
+    config = read_json(folder / "config.json") | changes
+    write_json(folder / "config.json", config)
 
 
 def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path):
@@ -248,8 +248,8 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
     }
     assert beside == BESIDE | {"config.json": beside["config.json"]}
     assert (out / f"{MODEL}.index.json").exists() == split == (not (out / MODEL).exists())
-    config = json.loads((folder / "config.json").read_text())
-    exported = json.loads((out / "config.json").read_text())
+    config = read_json(folder / "config.json")
+    exported = read_json(out / "config.json")
     older = {"rope_theta", "rope_scaling", "partial_rotary_factor", "num_experts"}
     assert {
         key: value for key, value in exported.items() if key in config or key not in older

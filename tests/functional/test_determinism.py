@@ -2,11 +2,11 @@
 ranks nearly.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
+from files import read_lines
 from safetensors.torch import load_file
 
 from titanlite.assemble import assemble
@@ -31,7 +31,7 @@ def test_two_runs_and_a_resumed_one_are_the_same_to_the_bit(run_ranks, checked, 
             return torch.are_deterministic_algorithms_enabled()
 
         assert run_ranks(degrees.world_size, rank_main) == [True] * degrees.world_size
-        points = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        points = read_lines(tmp_path / name / "metrics.jsonl")
         return {point["step"]: point["loss/train"] for point in points}
 
     def resume(name, degrees):

@@ -3,13 +3,12 @@ implementation.
 """
 
 import copy
-import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from files import file_digest
+from files import file_digest, read_lines
 from preference_pairs import direct_dpo, log_prob, pack, random_pairs
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -264,9 +263,7 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(
         ]
         job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
         run_warm(degrees.world_size, train_to_the_end, job)
-        found.append(
-            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        )
+        found.append(read_lines(folder / "metrics.jsonl"))
     one, many = found
     assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {
         name for point in many for name in point

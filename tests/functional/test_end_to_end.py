@@ -2,7 +2,6 @@
 can be used.
 """
 
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from cluster import rank_pids, variables_of
+from files import read_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from titanlite.checkpoint.commit import check_folder, list_steps
@@ -60,7 +60,7 @@ def run(run_process, tmp_path_factory):
 
 
 def read_metrics(dump):
-    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(dump / "metrics.jsonl")
 
 
 def test_log_is_one_plain_line_per_step_from_one_rank(run):

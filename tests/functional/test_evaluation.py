@@ -2,7 +2,6 @@
 real runs.
 """
 
-import json
 import math
 import sys
 from contextlib import redirect_stderr
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from files import read_json, read_lines
 
 import titanlite.assemble
 import titanlite.features.generate.evaluate
@@ -78,7 +78,7 @@ def train(
 
 
 def points(folder, key):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     return {point["step"]: point[key] for point in lines if key in point}
 
 
@@ -227,9 +227,7 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     # The resumed run knows what 2.6 has to beat, and what was the best goes when it is no more.
     train(Degrees(dp_shard=2), *arguments, "--training.steps=6", losses=losses)
     assert list_steps(folder) == [5, 6] and read_best(folder) == 5
-    state = json.loads((folder / "step-6/titanlite/train_state.json").read_text())["results"][
-        "validation"
-    ]
+    state = read_json(folder / "step-6/titanlite/train_state.json")["results"]["validation"]
     assert (state["best"], state["best_step"], state["last"]) == (1.5, 5, 1.9)
     assert (
         "| validation loss | 0.5000 | 1.9000 (step 6) | 1.5000 (step 5) |"

@@ -2,12 +2,12 @@
 on the mesh.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from files import read_json, read_lines
 from transformers import AutoTokenizer
 
 from titanlite.assemble import assemble
@@ -51,7 +51,7 @@ def train(run_ranks, checked):
 
 
 def losses(folder, name="loss/train"):
-    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    points = read_lines(folder / "metrics.jsonl")
     return [point[name] for point in points if name in point]
 
 
@@ -104,9 +104,7 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, t
         assert min(of_chats, of_more) < of_all < max(of_chats, of_more)
     saved = AutoTokenizer.from_pretrained(tmp_path / "resumed/checkpoint/step-4")
     assert saved.chat_template == load_tokenizer(examples[2].partition("=")[2]).chat_template
-    generation = json.loads(
-        (tmp_path / "resumed/checkpoint/step-4/generation_config.json").read_text()
-    )
+    generation = read_json(tmp_path / "resumed/checkpoint/step-4/generation_config.json")
     end_of_turn = saved.convert_tokens_to_ids("<|im_end|>")
     eos = generation["eos_token_id"]
     # plain transformers stops where the training did

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import read_json, read_lines, write_json, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
@@ -127,10 +128,7 @@ def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ra
             "job": {"dump_folder": tmp_path / name},
         }
         result = titanlite.train(config_file, **sections)
-        return result, [
-            json.loads(line)
-            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        ]
+        return result, read_lines(tmp_path / name / "metrics.jsonl")
 
     def rank_main():
         whole, points = run(4, "whole")
@@ -237,7 +235,7 @@ def test_a_metric_of_gradients_is_the_same_on_all_meshes(checked, run_warm, tmp_
             "--checkpoint.enable=false",
         )
         run_warm(degrees.world_size, train_to_the_end, job)
-        lines = map(json.loads, (tmp_path / mesh / "metrics.jsonl").read_text().splitlines())
+        lines = read_lines(tmp_path / mesh / "metrics.jsonl")
         found[mesh] = [
             [line[f"metric/{name}"] for name in ("gradient", "noise", "noise_scale")]
             for line in lines
@@ -259,7 +257,7 @@ def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file
     ]
     tokens = {}
     for name, rows in (("asked", asked), ("plain", plain)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     settings = [*examples, "--data.bad_rows=skip", "--validation.enable=false"]
     for name, more in (("asked", ["--data.converter=my_rows:convert"]), ("plain", [])):
         argv = [
@@ -294,7 +292,7 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
     def rank_main():
         first = titanlite.train(config)
         assert first.checkpoint is not None
-        saved = json.loads((first.checkpoint / "config.json").read_text())
+        saved = read_json(first.checkpoint / "config.json")
         assert (saved["model_type"], saved["architectures"]) == ("smollama", ["LlamaForCausalLM"])
         assert titanlite.train(config, training={"steps": 3}).step == 3, "resumed"
         model = {"name": "my_models:FAMILY", "path": first.checkpoint, "flavor": ""}
@@ -304,7 +302,7 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
         tokens = torch.arange(1, 9)[None]
         theirs = LlamaForCausalLM.from_pretrained(first.checkpoint).eval()
         saved["model_type"] = "llama"
-        (first.checkpoint / "config.json").write_text(json.dumps(saved))
+        write_json(first.checkpoint / "config.json", saved)
         by_name = AutoModelForCausalLM.from_pretrained(first.checkpoint).eval()
         assert any_model_config_from_hf(first.checkpoint, "test").family == "llama", (
             "for `generate` and `export`"

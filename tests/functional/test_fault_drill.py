@@ -16,6 +16,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from files import read_lines
 from safetensors.torch import load_file
 
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
@@ -196,7 +197,7 @@ def test_a_run_with_six_faults_ends_with_the_weights_of_a_quiet_one(server, conf
 
 
 def read_points(dump):
-    return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(dump / "metrics.jsonl")
 
 
 def events_of(dump, kind):

@@ -1,7 +1,6 @@
 """A run that errs while it trains: values that are not finite, failed saves."""
 
 import errno
-import json
 import math
 import os
 import re
@@ -10,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from files import read_lines
 from safetensors.torch import load_file
 
 from titanlite.assemble import assemble
@@ -62,15 +62,12 @@ def train(run_ranks, checked, tmp_path):
 
 def events(folder):
     """Kind and step of those that a run without faults has not."""
-    found = [
-        (e["kind"], e["step"])
-        for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    ]
+    found = [(e["kind"], e["step"]) for e in read_lines(folder / "events.jsonl")]
     return [event for event in found if event[0] not in ("start", "resume", "save", "stop", "end")]
 
 
 def points(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def poison_output(name, step, rank, *, once):
@@ -223,9 +220,7 @@ def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeyp
         "nothing is left of those that failed"
     )
     assert {kind for kind, _ in events(tmp_path / "goes-on")} == {"save failed"}
-    lines = [
-        json.loads(line) for line in (tmp_path / "goes-on/events.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(tmp_path / "goes-on/events.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "save"] == list_steps(folder), (
         "those that are there"
     )

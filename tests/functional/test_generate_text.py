@@ -2,7 +2,6 @@
 otherwise.
 """
 
-import json
 import re
 import sys
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from files import write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.loading import save_random_model
@@ -104,7 +104,7 @@ def test_chat(command, folder, expect, tmp_path):
         {"role": "user", "content": "c"},
     ]
     rows = [{"messages": messages}, {"prompt": "x"}]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "p.jsonl", rows)
     text = "<|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>"
     second = expect(text, add_special_tokens=False)
     done = command(folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)

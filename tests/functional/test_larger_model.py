@@ -1,11 +1,11 @@
 """Qwen3.5 as it is published: a model of images and text, whose text model is native."""
 
-import json
 import shutil
 
 import pytest
 import torch
 import transformers
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
 from titanlite.assemble import assemble
@@ -64,7 +64,7 @@ def published(pretrained, tmp_path):
 
     def make(model_type, *, tied=False, dtype=torch.float32):
         words = pretrained("words", 0.1, "--model.name=qwen3_5_text")
-        vocab_size = json.loads((words / "config.json").read_text())["vocab_size"]
+        vocab_size = read_json(words / "config.json")["vocab_size"]
         text = {**TEXT, **FAMILIES[model_type], "vocab_size": vocab_size}
         hf = transformers.AutoConfig.for_model(
             model_type,
@@ -83,9 +83,9 @@ def published(pretrained, tmp_path):
             shutil.copyfile(words / name, folder / name)
         (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
         path = folder / "config.json"
-        table = json.loads(path.read_text())
+        table = read_json(path)
         table["text_config"] |= MORE
-        path.write_text(json.dumps(table))
+        write_json(path, table)
         more = {
             "mtp.fc.weight": torch.randn(64, 128, dtype=torch.bfloat16),
             "mtp.layers.0.mlp.experts.1.up_proj.weight": torch.randn(32, 64),
@@ -149,7 +149,7 @@ def test_what_is_saved_is_the_whole_model_with_its_text_trained(
         is_text = key.startswith((PREFIX, "lm_head"))
         assert got[key].dtype == tensor.dtype and got[key].shape == tensor.shape
         assert torch.equal(got[key], tensor) != is_text, key
-    table, original = (json.loads((x / "config.json").read_text()) for x in (last, base))
+    table, original = (read_json(x / "config.json") for x in (last, base))
     for key in ("architectures", "model_type", "vision_config", "image_token_id"):
         assert table[key] == original[key], key
     for key, value in original["text_config"].items():

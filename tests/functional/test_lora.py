@@ -2,13 +2,12 @@
 model never moves.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from files import file_digest
+from files import file_digest, read_json
 from quantized_folder import write_mxfp4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -208,7 +207,7 @@ def test_resume(train, overrides_of, meshes, tmp_path):
     assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {
         "adapter_model.safetensors"
     }
-    config = json.loads((step / "adapter_config.json").read_text())
+    config = read_json(step / "adapter_config.json")
     assert config["r"] == 4 and config["lora_alpha"] == 8 and config["target_modules"] == ["o_proj"]
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert Path(config["base_model_name_or_path"]).joinpath("model.safetensors").exists()
@@ -240,7 +239,7 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
         train(Degrees(), tmp_path / "resumed", *overrides)
     train(Degrees(), tmp_path / "resumed", *overrides, "--model.overrides.rope_theta=777")
     export_merged(step, tmp_path / "merged", torch.float32)
-    config = json.loads((tmp_path / "merged/config.json").read_text())
+    config = read_json(tmp_path / "merged/config.json")
     assert config["rope_parameters"]["rope_theta"] == 777
 
 

@@ -2,7 +2,6 @@
 of their own.
 """
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import Launched
-from files import file_digest
+from files import file_digest, read_lines, write_json
 from rank_server import RankServer
 from safetensors.torch import save_file
 
@@ -87,7 +86,7 @@ class Cluster:
 
 def losses_of(dump):
     """Return the loss of each step; of a step that was trained twice, the later one."""
-    points = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
+    points = read_lines(dump / "metrics.jsonl")
     return {point["step"]: point["loss/train"] for point in points if "loss/train" in point}
 
 
@@ -341,7 +340,7 @@ def write_model(folder, change=lambda name, content: content):
         for number in (1, 2)
         for i in range(5)
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    write_json(folder / "model.safetensors.index.json", {"weight_map": weight_map})
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
     (folder / "README.md").write_text(str(folder))  # may differ

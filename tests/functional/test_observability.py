@@ -2,12 +2,12 @@
 metrics.
 """
 
-import json
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from files import read_json, read_lines
 
 from titanlite.assemble import assemble
 from titanlite.data.dataset import Batch
@@ -18,7 +18,7 @@ SLOW_DATA = 2  # and the rank that it happens on
 
 
 def read(folder, name):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return read_lines(folder / name)
 
 
 def disturb(trainer):
@@ -71,7 +71,7 @@ def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
     assert slow[SLOW_DATA] > SLEEP_S > 2 * slow[0]
 
     assert all(len(point["moe/load_entropy"]) == 2 for point in points.values())
-    environment = json.loads((folder / "environment.json").read_text())
+    environment = read_json(folder / "environment.json")
     assert environment["world_size"] == 4 and environment["versions"]["torch"] == torch.__version__
     (machine,) = environment["machines"].values()
     assert machine["ranks"] == [0, 1, 2, 3] and sum(machine["devices"].values()) == 4

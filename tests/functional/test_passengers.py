@@ -2,12 +2,12 @@
 export, streamed.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
 import transformers
+from files import read_json
 from safetensors.torch import load_file, save_file
 
 from tests.functional.conftest import train_to_the_end
@@ -91,7 +91,7 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     first = train(Degrees(dp_shard=2), *GLM, weights, "--training.steps=2")
     got = stored(first)
     assert is_same(got, layer) and follows(got, tensors)
-    assert json.loads((first / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert read_json(first / "config.json")["num_nextn_predict_layers"] == 1
     assert check_folder(first, checksums=True) == []
 
     # From here on the checkpoint is the source, and the next one of the one after it: the oldest go
@@ -138,7 +138,7 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert is_same(out, layer) and out["model.embed_tokens.weight"].dtype == torch.float16
     assert torch.equal(out[EMBEDDING], out["model.embed_tokens.weight"])
     assert torch.equal(out[HEAD], out["lm_head.weight"])
-    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert read_json(tmp_path / "out/config.json")["num_nextn_predict_layers"] == 1
 
 
 def test_through_transformers_class_and_from_the_base_of_adapters(

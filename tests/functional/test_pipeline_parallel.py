@@ -5,11 +5,11 @@ That training on such meshes is training of one process is in test_parity_ladder
 each feature.
 """
 
-import json
 import math
 
 import pytest
 import torch
+from files import read_lines
 
 from titanlite.assemble import assemble, shard
 from titanlite.base.errors import TitanliteError
@@ -193,9 +193,7 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
     assert (
         train(Degrees(pp=2, dp_shard=2), *overrides, ONE, rate, "--training.steps=3") == [None] * 4
     )
-    points = [
-        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    points = read_lines(tmp_path / "run/metrics.jsonl")
     for point in (point for point in points if "moe/load_entropy" in point):
         assert len(point["moe/load_entropy"]) == len(point["moe/expert_bias_max"]) == 3
         assert all(0 < value <= 1 for value in point["moe/load_entropy"])
@@ -209,7 +207,5 @@ def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train, tmp_pat
     frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", ONE, "--checkpoint.interval=2"]
     assert train(Degrees(pp=2), *frozen, "--training.steps=2") == [None] * 2
     assert train(Degrees(pp=2, dp_shard=2), *frozen, "--training.steps=4") == [None] * 4
-    points = [
-        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    points = read_lines(tmp_path / "run/metrics.jsonl")
     assert [point["step"] for point in points if "loss/train" in point] == [1, 2, 3, 4]

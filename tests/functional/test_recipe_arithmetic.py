@@ -2,12 +2,12 @@
 model the same.
 """
 
-import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from files import read_lines
 
 from titanlite.assemble import assemble
 from titanlite.config import load_config
@@ -40,12 +40,12 @@ def test_the_saved_model_scores_the_same_in_transformers(run_ranks, tmp_path, mo
     run_ranks(1, lambda: assemble(checked).train())
 
     run = tmp_path / job.job.dump_folder
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     scores = [line["eval/exact_match"] for line in lines if "eval/exact_match" in line]
     assert scores[0] == 0.0 and scores[-1] > 0.01
 
     folder = run / "checkpoint" / "step-200"
-    rows = [json.loads(line) for line in (run / "made" / "heldout.jsonl").read_text().splitlines()]
+    rows = read_lines(run / "made" / "heldout.jsonl")
     # those that the evaluation took
     rows = [rows[i * len(rows) // SAMPLES] for i in range(SAMPLES)]
     score = runpy.run_path(str(ROOT / "scripts/arithmetic" / "score_arithmetic.py"))["score"]

@@ -2,13 +2,13 @@
 whether it goes on.
 """
 
-import json
 import os
 import signal
 import time
 from textwrap import indent
 
 import pytest
+from files import read_lines
 
 from titanlite.checkpoint.commit import list_steps
 
@@ -134,7 +134,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
         f"resumes from the newest checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
     assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "run/events.jsonl")
     # Rank 0 has time to record that rank 2 is gone, or not.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]
     assert kinds == [("start", 0), ("save", 2), ("restart", 2)], "of a new start, one event"
@@ -157,7 +157,7 @@ def test_an_error_that_would_come_again_is_not_restarted(run, tmp_path):
     assert "the loss or gradient of step 4 is not finite" in out
     assert "those of step 3, saved in" in out
     assert list_steps(tmp_path / "run/checkpoint") == [2, 3]
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    events = read_lines(tmp_path / "run/events.jsonl")
     kinds = [(event["kind"], event["step"]) for event in events]
     assert kinds == [("start", 0), ("save", 2), ("save", 3), ("error", 4)]
     assert code == 2 and out.count("titanlite: error: ") == 1

@@ -2,13 +2,12 @@
 another.
 """
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from files import file_digest
+from files import file_digest, read_lines
 from safetensors.torch import load_file
 
 from tests.functional.conftest import train_to_the_end
@@ -75,7 +74,7 @@ def halfway(train, whole_runs, tmp_path):
 
 
 def losses(folder, first):
-    points = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    points = read_lines(folder / "metrics.jsonl")
     return [
         point["loss/train"] for point in points if point["step"] >= first and "loss/train" in point
     ]

@@ -2,11 +2,11 @@
 before it.
 """
 
-import json
 import shutil
 
 import pytest
 import torch.distributed as dist
+from files import read_json, write_json
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError
@@ -64,13 +64,13 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
     """With LoRA too, whose adapters are merged into it later."""
     base = pretrained("base", 0.1, *SMALL)
     folder = shutil.copytree(base, tmp_path / "base")
-    table = json.loads((folder / "config.json").read_text())
+    table = read_json(folder / "config.json")
     overrides = [*SMALL, f"--checkpoint.initial_load_path={folder}", f"--lora.rank={rank}"]
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
     overrides += [f"--data.tokenizer_path={base}"]
     job = checked(FSDP2, *overrides)
     # after what the launcher checks
-    (folder / "config.json").write_text(json.dumps({**table, "use_cache": "yes"}))
+    write_json(folder / "config.json", {**table, "use_cache": "yes"})
 
     def rank_main():
         with pytest.raises((CheckpointError, ConfigError)) as raised:

@@ -3,7 +3,6 @@ tensors.
 """
 
 import itertools
-import json
 import logging
 import shutil
 
@@ -11,6 +10,7 @@ import pytest
 import sweep_transformers
 import torch
 import transformers
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
 from tests.functional.conftest import train_to_the_end
@@ -48,11 +48,11 @@ def write(case, folder, top, text, stored):
     another.
     """
     folder.mkdir()
-    table = json.loads((case.saved / "config.json").read_text())
+    table = read_json(case.saved / "config.json")
     for section, flag in ((table, top), (table.get("text_config", {}), text)):
         section.pop("tie_word_embeddings", None)
         section |= {} if flag is None else {"tie_word_embeddings": flag}
-    (folder / "config.json").write_text(json.dumps(table))
+    write_json(folder / "config.json", table)
     tensors = load_file(case.saved / "model.safetensors")
     (embedding,) = (key for key in tensors if key.endswith("embed_tokens.weight"))
     head = (
@@ -136,8 +136,8 @@ def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
     base = tmp_path / "base"
     shutil.copytree(pretrained("untied", 0.1, *untied), base)
     reference = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    table = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (base / "config.json").write_text(json.dumps(table))
+    table = read_json(base / "config.json") | {"tie_word_embeddings": True}
+    write_json(base / "config.json", table)
     settings = config_file.read_text()
     for kind in ("auto", "transformers"):
         file = tmp_path / f"{kind}.toml"

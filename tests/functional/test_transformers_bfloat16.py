@@ -1,11 +1,10 @@
 """Models of transformers under mixed precision: float32 parameters, bfloat16 arithmetic."""
 
-import json
-
 import pytest
 import sweep_training
 import sweep_transformers
 import torch
+from files import read_json
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny
 
 from tests.saving import whole
@@ -52,9 +51,7 @@ def test_every_model_trains_in_bfloat16(run_ranks, tmp_path):
     def rank_main():
         seen = {}
         for name in ALL_MODELS:
-            hf = transformers_config(
-                json.loads((tmp_path / name / "config.json").read_text()), "test"
-            )
+            hf = transformers_config(read_json(tmp_path / name / "config.json"), "test")
             ep = 2 if hf.num_experts else 1
             checked = check(
                 load_config(

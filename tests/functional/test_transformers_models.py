@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from files import read_lines
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
 
 from tests.saving import whole
@@ -241,9 +242,7 @@ def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
     )
 
     run_ranks(2, lambda: assemble(job).train())
-    points = [
-        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    ]
+    points = read_lines(tmp_path / "run/metrics.jsonl")
     losses = [point["loss/train"] for point in points if "loss/train" in point]
     assert losses[-1] < 0.3 * losses[0]
     length = job.job.training.seq_len

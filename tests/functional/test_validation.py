@@ -2,10 +2,9 @@
 the packing.
 """
 
-import json
-
 import pytest
 import torch
+from files import write_lines
 
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
@@ -119,7 +118,7 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
         {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
         for i in range(40)
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "pairs.jsonl", rows)
     data = [
         *examples,
         f"--data.path={tmp_path / 'pairs.jsonl'}",
@@ -146,7 +145,7 @@ def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path, mixed):
             {"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)}
             for i in range(count)
         ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     stream = [
         f"path={tmp_path}/more.jsonl",
         "streaming=true",

@@ -1,12 +1,12 @@
 """What is looked at when a run is set up."""
 
-import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from files import write_json
 
 from titanlite.assemble import fit_vocabulary
 from titanlite.base.errors import ConfigError
@@ -195,7 +195,7 @@ def test_a_vocabulary_that_is_written_or_trained_stays(tmp_path):
         fit_vocabulary(job, preset, 301, 4, None)
     saved = tmp_path / "checkpoint/step-7"
     saved.mkdir(parents=True)
-    (saved / "config.json").write_text(json.dumps({"vocab_size": 2048}))
+    write_json(saved / "config.json", {"vocab_size": 2048})
     resumed = replace(job, job=replace(job.job, dump_folder=str(tmp_path)))
     assert fit_vocabulary(resumed, preset, 300, 1, SimpleNamespace(folder=saved)) == (
         resumed,

@@ -3,7 +3,6 @@ timer.
 """
 
 import argparse
-import json
 import runpy
 import sys
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
+from files import read_json
 from triton_interpreter import repair
 
 ROOT = Path(__file__).parents[2]
@@ -98,10 +98,7 @@ def test_train_gpu(one_rank, tmp_path):
     assert theirs == pytest.approx(triton, rel=0.1) and varlen != pytest.approx(triton, rel=1e-4)
     assert rows[0]["tokens_per_s"] == pytest.approx(32 / rows[0]["step_s"])
     paths, text = train_gpu.save(arguments, config, MACHINE, rows, budget)
-    assert (
-        "transformers, FSDP2, float32 states" in text
-        and json.loads(paths[1].read_text())["rows"] == rows
-    )
+    assert "transformers, FSDP2, float32 states" in text and read_json(paths[1])["rows"] == rows
 
 
 class OneRun:

@@ -2,13 +2,13 @@
 everything.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import write_json
 
 from titanlite import __version__
 from titanlite.__main__ import main as run_command
@@ -152,7 +152,7 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
     folder = tmp_path / "folder"
     folder.mkdir()
     hf = families()[family].to_hf(replace(theirs, **changes))
-    (folder / "config.json").write_text(json.dumps({**hf, "model_type": family}))
+    write_json(folder / "config.json", {**hf, "model_type": family})
     given = [f"--{prefix}{name}={value}" for name, value in overrides.items()]
     arguments = [path, f"--model.name={family}", f"--checkpoint.initial_load_path={folder}", *given]
     if not different:

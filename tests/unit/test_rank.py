@@ -1,9 +1,8 @@
 """How a rank ends after an error that the others may not have."""
 
-import json
-
 import pytest
 import torch.distributed as dist
+from files import read_lines
 
 import titanlite.rank
 from titanlite.base.agree import is_lost_peer
@@ -42,7 +41,7 @@ def test_groups_are_left_alone_and_the_error_is_recorded(failing, tmp_path, caps
         "titanlite: error: memory: rank 0 ran out of memory. Lower something."
         in capsys.readouterr().err
     )
-    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    (event,) = read_lines(tmp_path / "events.jsonl")
     assert (event["kind"], event["text"], event["step"]) == (
         "error",
         "memory: rank 0 ran out of memory",
@@ -54,7 +53,7 @@ def test_other_exceptions_are_recorded_too(failing, tmp_path):
     failing(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         titanlite.rank.main([])
-    (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    (event,) = read_lines(tmp_path / "events.jsonl")
     assert (event["kind"], event["text"]) == ("error", "ValueError: a bug")
 
 

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from files import read_lines
 
 from titanlite.base import events
 from titanlite.base.events import open_events, record_event
@@ -16,7 +17,7 @@ def test_events_are_appended_as_lines(tmp_path):
     for step in (3, 7):
         open_events(tmp_path)  # as a resumed run does
         record_event("save", 'a "quoted" \u00e9vent\nof two lines', step)
-    first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    first, second = read_lines(tmp_path / "events.jsonl")
     assert first.pop("time") <= second.pop("time")
     assert first == {"step": 3, "kind": "save", "text": 'a "quoted" \u00e9vent\nof two lines'}
     assert second["step"] == 7

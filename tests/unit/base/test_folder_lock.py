@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from files import read_json, write_json
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import FolderLock
@@ -75,13 +75,13 @@ def test_checkpoints_elsewhere_are_held_too(tmp_path, holder):
 def test_a_machine_that_is_gone_loses_its_folder_to_those_of_the_same_rendezvous(tmp_path, holder):
     """A file server keeps the lock of a machine without power."""
     path = tmp_path / ".run.lock"
-    path.write_text(
-        json.dumps({"pid": 12, "host": "node1", "since": "noon", "rendezvous": "node0:29400/run7"})
+    write_json(
+        path, {"pid": 12, "host": "node1", "since": "noon", "rendezvous": "node0:29400/run7"}
     )
     with pytest.raises(ConfigError, match="process 12 on node1, since noon"):
         FolderLock.take(tmp_path, rendezvous="node0:29400/run8", wait_s=0)
     assert FolderLock.take(tmp_path, rendezvous="node0:29400/run7", wait_s=0) is not None
-    assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert read_json(path)["pid"] == os.getpid()
 
 
 def test_a_lock_whose_file_was_removed_holds_nothing(tmp_path, holder):

@@ -3,13 +3,13 @@ anything.
 """
 
 import ast
-import json
 import os
 import pty
 import sys
 from pathlib import Path
 
 import pytest
+from files import read_json, write_json
 from tiny_transformers import save_tiny_processor
 
 import titanlite
@@ -70,8 +70,8 @@ def test_only_one_module_has_transformers_load_anything():
 def add_code(folder, file, table):
     """What the file says, and code beside it that leaves `ran` where it runs."""
     path = folder / file
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | table))
+    known = read_json(path) if path.exists() else {}
+    write_json(path, known | table)
     (folder / "mine.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import PreTrainedConfig, "
         "CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast\nclass "
@@ -85,10 +85,10 @@ def by_config_alone(folder):
     may run.
     """
     (folder / "processor_config.json").unlink()
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = read_json(folder / "tokenizer_config.json")
     tokenizer.pop("processor_class")
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    write_json(folder / "tokenizer_config.json", tokenizer)
+    write_json(folder / "config.json", {"model_type": "llava"})
     images = {"image_processor_type": "Images", "auto_map": {"AutoImageProcessor": "mine.Images"}}
     add_code(folder, "preprocessor_config.json", images)
 

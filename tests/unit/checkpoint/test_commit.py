@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from files import folder_digests
+from files import folder_digests, read_json
 from safetensors.torch import load_file
 
 from titanlite.base.errors import CheckpointError, TransientError
@@ -78,7 +78,7 @@ def write_manifest(folder, table):
 
 
 def manifest(folder):
-    return json.loads((folder / MANIFEST_FILE).read_text())
+    return read_json(folder / MANIFEST_FILE)
 
 
 def names_in(folder):

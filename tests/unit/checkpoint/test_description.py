@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import read_json, write_json
 
 from tests.saving import save_tokenizer
 from titanlite.base.errors import CheckpointError
@@ -25,9 +26,9 @@ def write(config, original, folder):
     assets, out = folder / "assets", folder / "out"
     assets.mkdir(exist_ok=True)
     out.mkdir(exist_ok=True)
-    (assets / "config.json").write_text(json.dumps({**original, "model_type": config.family}))
+    write_json(assets / "config.json", {**original, "model_type": config.family})
     describe_into(out, config, assets)
-    return json.loads((out / "config.json").read_text())
+    return read_json(out / "config.json")
 
 
 def describe_into(folder, config, assets=None):
@@ -70,7 +71,7 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
     out = tmp_path / "transformers"
     out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
-    written = json.loads((out / "config.json").read_text())
+    written = read_json(out / "config.json")
     assert "auto_map" not in written and written["head_dim"] == 32
 
 
@@ -80,7 +81,7 @@ def test_what_transformers_refuses_is_named_with_the_file(tmp_path):
     """
     config = families()["llama"].presets["debug"]
     hf = {**families()["llama"].to_hf(config), "model_type": "llama", "hidden_size": 90}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    write_json(tmp_path / "config.json", hf)
     config = replace(config, hidden_size=90)
     with pytest.raises(CheckpointError) as raised:
         describe_model(config, {}, torch.float32, tmp_path)
@@ -96,7 +97,7 @@ def test_generation_stops_where_trained_answers_end(tmp_path):
         ({"eos_token_id": 3}, [3, 7]),
         ({"eos_token_id": [7, 3]}, [7, 3]),
     ]:
-        path.write_text(json.dumps(known | {"top_k": 5}))
+        write_json(path, known | {"top_k": 5})
         written = json.loads(
             describe_model(QWEN3, {}, torch.float32, tmp_path, [7, 3])["generation_config.json"]
         )
@@ -147,16 +148,16 @@ def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
         if "num_local_experts" in written:
             newer["num_local_experts"] = written.pop("num_local_experts")
             older.add("num_experts")
-        (tmp_path / "older.json").write_text(json.dumps(written))
+        write_json(tmp_path / "older.json", written)
         assert model_config_from_hf(tmp_path / "older.json") == config
         rest = {
             key: value for key, value in written.items() if key == "model_type" or key not in older
         }
-        (tmp_path / "newer.json").write_text(json.dumps(rest | newer))
+        write_json(tmp_path / "newer.json", rest | newer)
         assert model_config_from_hf(tmp_path / "newer.json") == config
 
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "models/published_configs.json").read_text())
+PUBLISHED = read_json(Path(__file__).parents[1] / "models/published_configs.json")
 # Without effect on what is computed, or of programs that titanlite does not write for.
 NOT_WRITTEN = {
     *(
@@ -268,12 +269,12 @@ def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, 
     read = AutoConfig.for_model(**json.loads(json.dumps(hf)))
     if form == "newer":
         read.save_pretrained(tmp_path / "newer")
-        hf = json.loads((tmp_path / "newer" / "config.json").read_text())
+        hf = read_json(tmp_path / "newer" / "config.json")
         assert "rope_theta" not in hf
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     describe_into(out, transformers_config(hf, "config.json"))
-    written = json.loads((out / "config.json").read_text())
+    written = read_json(out / "config.json")
     assert (
         written["rope_parameters"]
         == read.rope_parameters
@@ -294,7 +295,7 @@ def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
     describe_into(tmp_path, transformers_config({**hf, "rope_local_base_freq": 7e3}, "config.json"))
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert rope["sliding_attention"]["rope_theta"] == 7e3
-    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+    assert "rope_theta" not in read_json(tmp_path / "config.json")
 
 
 def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
@@ -314,7 +315,7 @@ def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
-        table = json.loads((folder / "tokenizer_config.json").read_text())
+        table = read_json(folder / "tokenizer_config.json")
         assert table["additional_special_tokens"] == ["<turn>"] and table["eos_token"] == "<eos>"
         assert table["tokenizer_class"] == "PreTrainedTokenizerFast"
         assert (
@@ -352,7 +353,7 @@ def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
     )
     table |= named if form == "keys" else {"extra_special_tokens": named}
     table |= {"additional_special_tokens": ["<turn>"]} if form == "both kinds" else {}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    write_json(tmp_path / "tokenizer_config.json", table)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     special, unnamed = (
         set(tokenizer.all_special_ids),
@@ -362,7 +363,7 @@ def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
-        written = json.loads((folder / "tokenizer_config.json").read_text())
+        written = read_json(folder / "tokenizer_config.json")
         assert (
             written["extra_special_tokens"] == named
             and "model_specific_special_tokens" not in written

@@ -1,12 +1,11 @@
 import builtins
 import io
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from files import assert_refused, at_most
+from files import assert_refused, at_most, write_json
 from safetensors.torch import save_file
 
 from titanlite.checkpoint import folder as folder_module
@@ -28,8 +27,8 @@ def _save(path, *keys):
 
 
 def _save_index(folder, weight_map, **others):
-    (folder / INDEX_FILE).write_text(
-        json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map, **others})
+    write_json(
+        folder / INDEX_FILE, {"metadata": {"total_size": 72}, "weight_map": weight_map, **others}
     )
 
 
@@ -165,7 +164,7 @@ def test_files_without_a_json_object_are_refused(tmp_path, content, says):
 
 def test_index_without_weight_map(tmp_path):
     for table in [{}, *({"weight_map": x} for x in ({}, [], None, "a", [["a", FIRST]]))]:
-        (tmp_path / INDEX_FILE).write_text(json.dumps(table))
+        write_json(tmp_path / INDEX_FILE, table)
         _refusal(tmp_path, f"{INDEX_FILE} has no weight_map")
 
 

@@ -1,11 +1,11 @@
 """Block-scaled FP8: dequantized while it is read, in whatever pieces, as a plain loop would."""
 
-import json
 import os
 
 import numpy as np
 import pytest
 import torch
+from files import write_json
 from processes import anonymous_bytes
 from safetensors.torch import save_file
 
@@ -176,7 +176,7 @@ def fp8_files(config, block):
 def write_model(folder, stored, block):
     folder.mkdir(exist_ok=True)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     save_file(stored, folder / "model.safetensors")
 
 
@@ -258,6 +258,6 @@ def test_other_quantization_is_refused(tmp_path):
     # checked them.
     write_model(tmp_path, fp8_files(QWEN3_MOE, (128, 128))[0], None)
     for quantization in blocks:
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+        write_json(tmp_path / "config.json", {"quantization_config": quantization})
         with pytest.raises((CheckpointError, PlanError), match="weight_block_size"):
             build_plan(build_decoder(QWEN3_MOE), [hf_checkpoint(tmp_path, QWEN3_MOE)])

@@ -3,7 +3,6 @@ does not fit.
 """
 
 import dataclasses
-import json
 import logging
 import os
 from dataclasses import replace
@@ -11,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from files import write_json
 from safetensors.torch import save_file
 
 from tests.loading import hf_checkpoint
@@ -240,12 +240,12 @@ def test_an_export_refuses_another_head_of_a_tied_model(tmp_path, capsys):
         tmp_path / "base", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
     )
     table = {**family_of(TIED).to_hf(TIED), "model_type": TIED.family}
-    (folder / "config.json").write_text(json.dumps(table))
+    write_json(folder / "config.json", table)
     assert export_checkpoint.main([str(folder), str(tmp_path / "first")]) == 2
     printed = "".join(capsys.readouterr())
     assert "has it with other values than model.embed_tokens.weight" in printed
     assert "Set tie_word_embeddings = false in its config.json" in printed
-    (folder / "config.json").write_text(json.dumps({**table, "tie_word_embeddings": False}))
+    write_json(folder / "config.json", {**table, "tie_word_embeddings": False})
     assert export_checkpoint.main([str(folder), str(tmp_path / "second")]) == 0
 
 

@@ -1,8 +1,7 @@
 """train_state.json: what is written is read, damaged files are refused."""
 
-import json
-
 import pytest
+from files import read_json, write_json
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import Progress
@@ -40,9 +39,9 @@ def test_round_trip(tmp_path, series):
 @pytest.mark.parametrize("change", [{"more": 1}, {"step": None}])
 def test_other_fields_are_refused(tmp_path, change):
     make(tmp_path)
-    table = json.loads((tmp_path / STATE_FILE).read_text()) | change
-    (tmp_path / STATE_FILE).write_text(
-        json.dumps({name: value for name, value in table.items() if value is not None})
+    table = read_json(tmp_path / STATE_FILE) | change
+    write_json(
+        tmp_path / STATE_FILE, {name: value for name, value in table.items() if value is not None}
     )
     with pytest.raises(CheckpointError, match="is damaged"):
         Progress.read(tmp_path)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from files import write_json
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import load_config, save_resolved
@@ -32,7 +33,7 @@ def folder(tmp_path, monkeypatch):
             (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name / file).write_text("")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    write_json(tmp_path / "model" / "config.json", {"model_type": "qwen3"})
     return tmp_path
 
 

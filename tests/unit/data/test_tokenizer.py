@@ -1,9 +1,9 @@
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import read_json, write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -81,7 +81,7 @@ def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(data, tmp_pat
     """
     tokenizer = build_tokenizer(data, build_corpus(data), model_type)
     save_tokenizer(tokenizer, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    write_json(tmp_path / "config.json", {"model_type": model_type})
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert theirs.encode(TEXT) == tokenizer.encode(TEXT) and len(theirs) == len(tokenizer) == 300
     splits_digits = model_type.startswith("qwen")
@@ -113,9 +113,9 @@ def test_load_folder_file_and_folder_without_config(built, tmp_path):
 
 def test_code_in_the_folder_is_never_run(built, tmp_path):
     built.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config = read_json(tmp_path / "tokenizer_config.json")
     config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "tokenizer_config.json", config)
     (tmp_path / "mine.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n"
     )

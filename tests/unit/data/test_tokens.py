@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from files import read_json, write_json
 from tokenizers.processors import TemplateProcessing
 
 import titanlite
@@ -168,10 +169,8 @@ def _zero_end_with_ones(file):
 
 
 def _change_header(file):
-    header = json.loads(file.with_suffix(".json").read_text())
-    file.with_suffix(".json").write_text(
-        json.dumps(header | {"num_tokens": header["num_tokens"] + 1})
-    )
+    header = read_json(file.with_suffix(".json"))
+    write_json(file.with_suffix(".json"), header | {"num_tokens": header["num_tokens"] + 1})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """What is a passenger, what becomes of it, and that it is never in memory."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
 from tests.saving import model_files, save_hf_model
@@ -53,8 +53,8 @@ def with_more(saved, folder, more, **config):
         tensors | {key: tensor.clone() for key, tensor in more.items()},
         folder / "model.safetensors",
     )
-    table = json.loads((saved / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(table))
+    table = read_json(saved / "config.json") | config
+    write_json(folder / "config.json", table)
     return tensors
 
 
@@ -139,7 +139,7 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved, tmp_path):
     spread = scale.repeat_interleave(4, 0)[:10].repeat_interleave(3, 1)[:, :8]
     assert torch.equal(got[key], codes.float() * spread) and f"{key}_scale_inv" not in got
     assert torch.equal(got[f"{LAYER}eh_proj.weight"], EH_PROJ[f"{LAYER}eh_proj.weight"])
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = read_json(tmp_path / "out/config.json")
     assert "quantization_config" not in config and config["num_nextn_predict_layers"] == 1
     assert "num_mtp_layers" not in config
 
@@ -202,14 +202,14 @@ def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path):
     transformers.utils.logging.disable_progress_bar()
     config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
     transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
-    table = json.loads((tmp_path / "whole/config.json").read_text())
+    table = read_json(tmp_path / "whole/config.json")
     table["architectures"] = ["Qwen3_5ForCausalLM"]
-    (tmp_path / "whole/config.json").write_text(json.dumps(table))
+    write_json(tmp_path / "whole/config.json", table)
     with_more(tmp_path / "whole", tmp_path / "base", {"mtp.fc.weight": torch.randn(32, 64)})
     export_checkpoint(tmp_path / "base", tmp_path / "out", torch.float32)
     base, out = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
     assert base.keys() == out.keys() and all(torch.equal(base[key], out[key]) for key in base)
-    assert json.loads((tmp_path / "out/config.json").read_text())["vision_config"]["depth"] == 1
+    assert read_json(tmp_path / "out/config.json")["vision_config"]["depth"] == 1
     load = transformers.Qwen3_5ForConditionalGeneration.from_pretrained
     _, info = load(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())

@@ -1,5 +1,4 @@
 import io
-import json
 import logging
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from files import read_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titanlite.base.log import logger
@@ -61,8 +61,8 @@ def log(metrics, step, loss=2.5, **options):
     )
 
 
-def read_lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def read_points(folder):
+    return read_lines(folder / "metrics.jsonl")
 
 
 def read_events(folder):
@@ -98,7 +98,7 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job, tmp_path):
         "moe/expert_bias_min": [-0.5, -0.5],
         "moe/expert_bias_max": [0.25, 0.25],
     }
-    first, validation, second = read_lines(tmp_path)
+    first, validation, second = read_points(tmp_path)
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert first["loss/aux"] == 0.125
     assert {name: first[name] for name in layers} == layers and first["moe/layers"] == [3, 4]
@@ -135,7 +135,7 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job, tmp_path):
 def test_values_that_are_not_finite_stay_valid_json(job, tmp_path):
     with build(job, tmp_path) as metrics:
         log(metrics, 1, loss=float("nan"), extra={"x": float("-inf")}, moe=moe(torch.zeros(1, 4)))
-    (line,) = read_lines(tmp_path)
+    (line,) = read_points(tmp_path)
     assert (line["loss/train"], line["x"], line["moe/load_max_over_mean"]) == (None, None, [None])
     assert np.isnan(read_events(tmp_path / "tb").Scalars("loss/train")[0].value)
 
@@ -144,7 +144,7 @@ def test_largest_values_are_in_both_and_their_steps_in_the_lines(job, tmp_path):
     largest = {"loss/train_max": Largest(7.5, 13), "grad_norm_max": Largest(float("nan"), 17)}
     with build(job, tmp_path) as metrics:
         log(metrics, 20, largest=largest, slowest_s=1.25)
-    (line,) = read_lines(tmp_path)
+    (line,) = read_points(tmp_path)
     assert (line["loss/train_max"], line["loss/train_max_step"], line["time/step_max_s"]) == (
         7.5,
         13,
@@ -160,11 +160,11 @@ def test_largest_values_are_in_both_and_their_steps_in_the_lines(job, tmp_path):
 def test_each_line_is_on_disk_before_close(job, tmp_path):
     metrics = build(job, tmp_path)
     log(metrics, 1)
-    assert len(read_lines(tmp_path)) == 1
+    assert len(read_points(tmp_path)) == 1
     metrics.close()
     metrics.close()
     log(metrics, 2)
-    assert len(read_lines(tmp_path)) == 1
+    assert len(read_points(tmp_path)) == 1
 
 
 def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job, tmp_path):
@@ -175,7 +175,7 @@ def test_a_resumed_run_appends_and_tensorboard_drops_the_steps_done_twice(job, t
         log(metrics, 20, loss=2.0)
     points = read_events(tmp_path / "tb").Scalars("loss/train")
     assert [(point.step, point.value) for point in points] == [(10, 1.0), (20, 2.0)]
-    lines = read_lines(tmp_path)
+    lines = read_points(tmp_path)
     assert [line["step"] for line in lines] == [10, 20, 30, 20]
     assert lines[-1]["time/step_s"] == pytest.approx(0.4)  # 10 steps since the resume, not 20
 
@@ -226,7 +226,7 @@ def test_mfu_of_a_known_gpu(job, tmp_path, monkeypatch):
     with metrics:
         ranks = {"data_s": [0.0, 0.0], "memory/max_reserved_gib": [3.0, 2.0]}
         metrics.log_step(StepPoint(1, 2.5, 0.9, 1e-3, tokens=1000, seconds=1.0, ranks=ranks))
-    (line,) = read_lines(tmp_path)
+    (line,) = read_points(tmp_path)
     assert line["throughput/mfu"] == pytest.approx(0.5)
     assert line["memory/max_reserved_gib"] == 3.0
 
@@ -263,15 +263,15 @@ def test_a_full_disk_is_one_warning_and_the_points_come_later(
         log(metrics, 5, moe=moe())
         full_disk(None)
         log(metrics, 10, moe=moe())
-        assert [point["step"] for point in read_lines(tmp_path)] == [5, 10]
+        assert [point["step"] for point in read_points(tmp_path)] == [5, 10]
         full_disk(os.path.getsize(tmp_path / "metrics.jsonl") + 10)  # room for a torn line
         for step in (15, 20, 25):
             log(metrics, step, moe=moe())
-        assert [point["step"] for point in read_lines(tmp_path)] == [5, 10], "no half line"
+        assert [point["step"] for point in read_points(tmp_path)] == [5, 10], "no half line"
         full_disk(None)
         log(metrics, 30, moe=moe())
     steps = [5, 10, 15, 20, 25, 30]
-    assert [point["step"] for point in read_lines(tmp_path)] == steps
+    assert [point["step"] for point in read_points(tmp_path)] == steps
     out = console.getvalue()
     assert out.count("metrics: cannot write") == 1
     assert "metrics.jsonl: File too large. Training goes on" in out
@@ -300,4 +300,4 @@ def test_a_broken_progress_bar_falls_back_to_plain_lines(job, tmp_path, monkeypa
     assert out.count("the progress bar failed (ValueError('terminal gone'))") == 1
     assert "step     1/300" in out
     assert "step     2/300" in out
-    assert len(read_lines(tmp_path)) == 2
+    assert len(read_points(tmp_path)) == 2

@@ -1,8 +1,7 @@
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
+from files import read_json
 
 from titanlite.config.schema import JobConfig
 from titanlite.metrics import profiling
@@ -39,9 +38,7 @@ def traces(folder):
 
 
 def num_products(path):
-    return sum(
-        event.get("name") == "aten::mm" for event in json.loads(path.read_text())["traceEvents"]
-    )
+    return sum(event.get("name") == "aten::mm" for event in read_json(path)["traceEvents"])
 
 
 def test_traces_are_named_by_the_step_of_the_run(tmp_path):

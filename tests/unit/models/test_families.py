@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import read_json, write_json
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -29,7 +30,7 @@ from titanlite.ops import inverse_frequencies
 
 PRESETS = [(family.name, flavor) for family in families().values() for flavor in family.presets]
 # As published on the hub, by flavor; keys that have no bearing on the architecture included.
-HUB = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+HUB = read_json(Path(__file__).parent / "published_configs.json")
 QWEN3, LLAMA, GLM, DEEPSEEK = (
     HUB["0.6B"],
     HUB["3.1-8B"],
@@ -115,7 +116,7 @@ def test_kimi_k2_is_a_deepseek_v3_under_another_name(tmp_path):
         "rope_scaling": {**yarn_table, **betas},
         "routed_scaling_factor": 2.827,
     }
-    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK, **published}))
+    write_json(tmp_path / "config.json", {**DEEPSEEK, **published})
     config = model_config_from_hf(tmp_path)
     assert config == families()["deepseek_v3"].presets["Kimi-K2-1T-A32B"]
     saved = json.loads(describe_model(config, {}, torch.float32, tmp_path)["config.json"])
@@ -182,7 +183,7 @@ def test_unusual_yarn_tables_are_read_as_transformers_reads_them():
         assert found.rope_scaling.attention_scaling == pytest.approx(factor, rel=1e-12)
 
 
-REFUSED = json.loads((Path(__file__).parent / "refused_configs.json").read_text())
+REFUSED = read_json(Path(__file__).parent / "refused_configs.json")
 KINDS = {"not native": NotNativeError, "wrong": ConfigError}
 
 
@@ -258,7 +259,7 @@ def test_overrides_change_single_sizes(tmp_path):
     }
     expected = replace(preset, **changes, rope_scaling=RopeScaling(**YARN))
     assert resolve_model_config(section(**changes, **scaling(**YARN))) == expected
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    write_json(tmp_path / "config.json", LLAMA)
     given = {"flavor": "", "hf_assets_path": str(tmp_path)}
     llama = families()["llama"].presets["3.1-8B"]
     factor = RopeScaling("llama3", factor=16.0)

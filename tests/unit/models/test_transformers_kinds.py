@@ -2,11 +2,10 @@
 vocabularies.
 """
 
-import json
-
 import pytest
 import torch
 import transformers
+from files import read_json
 from tiny_transformers import ALL_MODELS
 
 from titanlite.base.errors import ConfigError
@@ -45,7 +44,7 @@ def make(folder, rope):
     for param in theirs.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     theirs.save_pretrained(folder)
-    hf = json.loads((folder / "config.json").read_text())
+    hf = read_json(folder / "config.json")
     ours = build_transformers(transformers_config(hf, "test"))
     materialize(ours, "cpu", [weights_of(folder, ours)])
     assert ours.config.rope_limit == LIMIT

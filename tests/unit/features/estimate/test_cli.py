@@ -1,6 +1,5 @@
 """`python -m titanlite plan`: what it prints, and what it refuses."""
 
-import json
 import os
 import re
 import resource
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from files import write_json
 
 from titanlite.__main__ import main
 from titanlite.features.estimate import estimate, proposals
@@ -158,7 +158,7 @@ def add_to_cache(cache, family, flavor):
     (root / "refs").mkdir()
     (root / "refs/main").write_text(commit)
     hf = {**source.to_hf(source.presets[flavor]), "model_type": family}
-    (folder / "config.json").write_text(json.dumps(hf))
+    write_json(folder / "config.json", hf)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
 """Traces of steps on fake ranks: few layers stand for all, and the kernels are the GPU's."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import write_json
 
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
@@ -119,7 +119,7 @@ def test_layers_of_transformers_that_repeat_are_traced_by_periods(tmp_path):
         "layer_types": ["sliding_attention", "full_attention"] * 6,
     }
     hf = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    write_json(tmp_path / "config.json", hf)
     overrides = ["--training.seq_len=32", "--training.global_batch_size=-1"]
     overrides += [
         "--model.flavor=",

@@ -2,11 +2,11 @@
 tests/functional/test_generate.py.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from files import write_json
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 def test_eos_tokens_of_tokenizer_and_model(tmp_path, generation, config, expected):
     for name, table in (("generation_config.json", generation), ("config.json", config)):
         if table is not None:
-            (tmp_path / name).write_text(json.dumps(table))
+            write_json(tmp_path / name, table)
     assert get_eos_token_ids(SimpleNamespace(eos_token_id=7), tmp_path) == expected
     assert get_eos_token_ids(SimpleNamespace(eos_token_id=7)) == [7]
     assert get_eos_token_ids(SimpleNamespace(eos_token_id=None)) == []

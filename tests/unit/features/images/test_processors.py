@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from files import read_json
 from PIL import Image
 from tiny_transformers import TEXT_SIZES, word_tokenizer
 
@@ -203,7 +204,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     rows = read_image_rows(path)
     dataset = ImageDataset(rows, load_processor(str(tmp_path)), SEQ_LEN)
     batch = dataset.batch([0, 1])
-    hf = json.loads((tmp_path / "config.json").read_text())
+    hf = read_json(tmp_path / "config.json")
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).train()
     ours = build_transformers(transformers_config(hf, "config.json"))
     materialize(ours, "cpu", [weights_of(tmp_path, ours)])

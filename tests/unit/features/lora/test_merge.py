@@ -2,11 +2,11 @@
 transformers loads them.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
         assert words in text
     assert not (tmp_path / "out").exists()
 
-    table = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(table | {"use_dora": True}))
+    table = read_json(adapter / "adapter_config.json")
+    write_json(adapter / "adapter_config.json", table | {"use_dora": True})
     assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
     assert "use_dora = True is not plain LoRA" in capsys.readouterr().err

@@ -2,12 +2,12 @@
 own logits.
 """
 
-import json
 import shutil
 import warnings
 
 import pytest
 import torch
+from files import read_json, write_json
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig, LoraRuntimeConfig
 from tiny_transformers import shift_adapters
@@ -116,7 +116,7 @@ def test_plain(base, tmp_path, settings):
     names = {
         key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored.tensors
     }
-    table = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    table = read_json(tmp_path / "adapter/adapter_config.json")
     section = LoRASection(
         rank=config.rank,
         alpha=table["lora_alpha"],
@@ -155,7 +155,7 @@ def adapter(base, tmp_path_factory):
 def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, value, problem):
     shutil.copytree(adapter, tmp_path / "adapter")
     path = tmp_path / "adapter/adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    write_json(path, read_json(path) | {field: value})
     assert (
         main([str(tmp_path / "adapter"), str(tmp_path / "merged"), "--merge", "--base", str(base)])
         == 2

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from files import read_lines
 
 from titanlite.base.log import logger
 from titanlite.config.schema import JobConfig
@@ -132,7 +133,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb, 
         log(metrics, 2, loss=float("nan"))
     finish_wandb(0)
     points = [point for (point,) in wandb.of("log")]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2]
     for point, line in zip(points, lines, strict=True):
         for name, value in line.items():

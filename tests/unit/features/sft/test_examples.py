@@ -2,7 +2,6 @@
 evaluation.
 """
 
-import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from files import write_lines
 from unit.data.templates import CHATML, THINKING
 
 from titanlite.assemble import build_data
@@ -334,7 +334,7 @@ def test_evaluation_prompts(make_job):
     path = Path(job.data.path).with_name("questions.jsonl")
 
     def read(rows):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path, rows)
         return read_evaluation_prompts(job.data, str(path), "test", tokenizer)
 
     prompts = read(make_rows())

@@ -9,6 +9,7 @@ import random
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, Json, List, load_dataset
+from files import write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow.parquet import write_table
@@ -68,7 +69,7 @@ KEPT = {
 def test_lines_of_json_are_kept_as_they_are(tmp_path, kind):
     """Types and keys of one row say nothing about those of another."""
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in KEPT[kind]))
+    write_lines(file, KEPT[kind])
     assert [row for _, row in read_rows(file)] == KEPT[kind]
 
 

@@ -2,11 +2,11 @@
 what is shown.
 """
 
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
+from files import write_lines
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -212,7 +212,7 @@ def make_sources(make_job, tmp_path):
         for number, (name, count) in enumerate((("a", 40), ("b", 80))):
             file = tmp_path / f"{name}.jsonl"
             rows = [{"prompt": f"{name} {i}:", "completion": " yes"} for i in range(count)]
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(file, rows)
             weight = None if weights is None else float(weights[number])
             job.data.sources[name] = SourceSection(path=str(file), weight=weight)
         return job

@@ -1,9 +1,8 @@
 """What an export says of the files that it copies."""
 
-import json
-
 import pytest
 import torch
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 from tiny_transformers import save_tiny
 
@@ -37,8 +36,8 @@ def save_mixed(name, folder):
     wide = {key for key in stored if ".gate." in key or "layers.0.input_layernorm" in key}
     stored = {key: tensor if key in wide else tensor.bfloat16() for key, tensor in stored.items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | {"dtype": "bfloat16"})
     return stored
 
 

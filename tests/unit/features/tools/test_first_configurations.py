@@ -9,7 +9,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from files import read_table
+from files import read_table, write_json, write_lines
 
 from titanlite.assemble import build_data, build_unsharded, refuse
 from titanlite.base.log import logger
@@ -90,11 +90,9 @@ def run(
     caplog.set_level("INFO", logger=logger.name)
     if not (folder / "model").exists():
         make_tokenizer().save_pretrained("model")
-        Path("model/config.json").write_text(
-            json.dumps(SIZES | {"architectures": ["Qwen3ForCausalLM"]})
-        )
+        write_json(Path("model/config.json"), SIZES | {"architectures": ["Qwen3ForCausalLM"]})
         for name, rows in ROWS.items():
-            Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_lines(Path(f"{name}.jsonl"), rows)
         dataset = datasets.Dataset.from_list(ALPACA)
         dataset.to_parquet("alpaca.parquet")
         dataset.to_csv("alpaca.csv")

@@ -2,10 +2,9 @@
 peft computes.
 """
 
-import json
-
 import pytest
 import torch
+from files import write_json
 from peft import PeftModel
 from tiny_transformers import shift_adapters
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -158,7 +157,7 @@ def complete(folder):
     (folder / "titanlite").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345678")
     files = {"model.safetensors": {"bytes": 8, "adler32": "074001a5"}}
-    (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
+    write_json(folder / "titanlite/manifest.json", {"format": 1, "files": files})
 
 
 @pytest.mark.parametrize("where", ["checkpoint", ".", "saved"])

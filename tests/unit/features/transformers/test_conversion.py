@@ -2,13 +2,13 @@
 nothing is silent.
 """
 
-import json
 import os
 import re
 import shutil
 
 import pytest
 import torch
+from files import read_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -87,9 +87,7 @@ def llama(tmp_path_factory):
 
 
 def build(folder):
-    return build_transformers(
-        transformers_config(json.loads((folder / "config.json").read_text()), "test")
-    )
+    return build_transformers(transformers_config(read_json(folder / "config.json"), "test"))
 
 
 def edited(folder, out, edit):

@@ -1,10 +1,9 @@
 """What a model of transformers declares, what it notices about itself, and what is refused."""
 
-import json
-
 import pytest
 import torch
 import transformers
+from files import write_json
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE
 from transformers import initialization
 
@@ -146,7 +145,7 @@ def test_the_loss_knows_soft_caps(cap, plain):
 
 
 def job(tmp_path, hf, *overrides, world_size=2):
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    write_json(tmp_path / "config.json", hf)
     (tmp_path / "job.toml").write_text(
         f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n'
     )

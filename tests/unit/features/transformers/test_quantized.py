@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from files import read_json
 from quantized_folder import write_fp8, write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
@@ -18,7 +19,7 @@ BLOCK = (8, 16)
 
 
 def build(folder, dtype=torch.bfloat16):
-    hf = json.loads((folder / "config.json").read_text())
+    hf = read_json(folder / "config.json")
     return build_transformers(transformers_config(hf, "config.json"), dtype)
 
 
