@@ -4,6 +4,7 @@ they are under adapters.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from quantized_folder import write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_transformers import save_tiny
@@ -38,12 +39,16 @@ def build(folder, form=None):
     return model, hf_checkpoint(folder, config)
 
 
-def test_values_and_logits_are_those_of_transformers(folder, monkeypatch):
+def dequantized(folder):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    theirs = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
+
+
+def test_values_and_logits_are_those_of_transformers(folder, monkeypatch):
+    theirs = dequantized(folder)
     monkeypatch.setattr(reader_module, "JOB_BYTES", 4096)  # a few rows per job
     model, source = build(folder)
     materialize(model, "cpu", [source])
@@ -54,6 +59,29 @@ def test_values_and_logits_are_those_of_transformers(folder, monkeypatch):
     tokens = torch.arange(22).view(2, 11)
     logits = theirs(tokens, use_cache=False).logits
     assert (model(tokens) - logits).norm() <= 1e-5 * logits.norm()
+
+
+def test_steps_are_those_of_transformers(tmp_path):
+    save_tiny("gpt_oss", tmp_path)
+    write_mxfp4(tmp_path, (119, 123))
+    theirs = dequantized(tmp_path)
+    model, source = build(tmp_path)
+    materialize(model, "cpu", [source])
+    tokens = torch.arange(22).view(2, 11)
+    labels = tokens.roll(-1, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)]
+    losses = []
+    for _ in range(3):
+        logits = theirs(tokens, use_cache=False).logits
+        expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = model(tokens, labels).cross_entropy / labels.numel()
+        assert abs(loss - expected) <= 1e-5 * expected
+        losses.append(expected.item())
+        for one, optimizer in zip((loss, expected), optimizers, strict=True):
+            one.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[2] < losses[0] * 0.99, "nothing was learned"
 
 
 def test_a_region_takes_its_own_blocks(folder):
