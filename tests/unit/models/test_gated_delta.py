@@ -1,5 +1,6 @@
 """Gated delta net in a decoder: packed documents do not see one another, first values, dtypes."""
 
+import copy
 import math
 
 import pytest
@@ -42,27 +43,40 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_packed_documents_are_those_of_transformers_one_by_one(tiny, family):
-    config = tiny.config(family, num_layers=2)  # each layer adds rounding
+    """As near to float64 as transformers, which computes the rule in float32 only, is: rounding
+    alone makes them differ by more than the bound.
+    """
+    config = tiny.config(family)
     ours = with_slow_decay(tiny.ours(config))
     theirs = tiny.theirs(config, ours)
+    wide = copy.deepcopy(ours).double()
     tokens, documents, positions = packed()
     total = sum(LENGTHS)
-    logits = ours(tokens, positions_BS=positions, document_ids_BS=documents)[:, :total]
+    exact, logits = (
+        model(tokens, positions_BS=positions, document_ids_BS=documents)[:, :total]
+        for model in (wide, ours)
+    )
     expected = torch.cat(
         [theirs(part, use_cache=False).logits for part in tokens[:, :total].split(LENGTHS, 1)], 1
     )
-    assert (logits - expected).norm() <= BOUND * expected.norm()
+    for out in (logits, expected):
+        assert (out - exact).norm() <= BOUND * exact.norm()
     leaking = ours(tokens, positions_BS=positions)[:, :total]
     assert (leaking - expected).norm() > 0.1 * expected.norm(), "a leak would show"
-    for out in (logits, expected):
+    for out in (exact, logits, expected):
         F.cross_entropy(out.flatten(0, 1), tokens[0, :total], reduction="sum").backward()
-    actual, wanted = gradients(ours), gradients(theirs)
-    assert actual.keys() == wanted.keys()
-    floor = 1e-3 * torch.stack([grad.norm() for grad in wanted.values()]).norm()
-    for name, grad in wanted.items():
+    reference, actual, wanted = gradients(wide), gradients(ours), gradients(theirs)
+    assert actual.keys() == wanted.keys() == reference.keys()
+    floor = 1e-3 * torch.stack([grad.norm() for grad in reference.values()]).norm()
+    for name, grad in reference.items():
+        _, exact = tiny.as_stored(name, grad, config)
         _, ours_as_stored = tiny.as_stored(name, actual[name], config)
-        error = (ours_as_stored - grad).norm() / torch.maximum(grad.norm(), floor)
-        assert error <= BOUND, f"{name}: {error:.1e}"
+        error, theirs_error = (
+            (one - exact).norm() / torch.maximum(exact.norm(), floor)
+            for one in (ours_as_stored, wanted[name])
+        )
+        assert theirs_error <= 2 * BOUND, f"{name}: {theirs_error:.1e}"
+        assert error <= max(BOUND, 1.5 * theirs_error), f"{name}: {error:.1e}"
 
 
 def test_first_values_are_those_of_transformers(tiny):
