@@ -181,6 +181,9 @@ PEFT = [
     ("qwen3_moe", "experts.down_proj, o_proj", False),
     ("qwen3_moe", "gate_up_proj", False),
     ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False),
+    ("qwen3_next", "", False),
+    ("qwen3_5_text", "", False),
+    ("qwen3_5_moe_text", "in_proj_qkv, experts", True),
 ]
 
 
@@ -212,6 +215,14 @@ def test_peft_computes_the_same_from_what_was_saved(
     assert (model(tokens) - expected).norm() <= BOUND * expected.norm()
     with adapters_disabled(model):
         assert (model(tokens) - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
+
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    again = build_decoder(config)
+    apply_lora(again, section, torch.float32)
+    materialize(again, "cpu", [adapter_checkpoint(tmp_path / "theirs", section, again)])
+    for name, param in again.named_parameters():
+        if is_adapter(name):
+            assert torch.equal(param, model.get_parameter(name)), name
 
 
 def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
