@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from files import read_json, write_json
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +28,9 @@ CASES = [
     ("qwen3_moe", "", False, torch.bfloat16),
     ("qwen3_moe", "layers.0.mlp.experts.gate_up_proj", True, torch.float32),
     ("dots1", "", False, torch.float32),
+    ("qwen3_next", "in_proj_qkvz, experts", False, torch.float32),
+    ("qwen3_5_text", "", False, torch.float32),
+    ("qwen3_5_moe_text", "", True, torch.bfloat16),
 ]
 
 
@@ -54,8 +58,8 @@ def make(folder, family, section, run_ranks, base_dtype=torch.float32):
     return model
 
 
-def expected_weights(model, base_dtype):
-    """base + scaling * B A in float64 by run-time name."""
+def expected_weights(model, base_dtype, as_stored):
+    """base + scaling * B A in float64, by name and in the form of transformers."""
     found = {}
     for name, module in adapted_modules(model).items():
         if isinstance(module, LoRALinear):
@@ -69,14 +73,16 @@ def expected_weights(model, base_dtype):
             }
         for weight, (a, b) in pairs.items():
             base = getattr(module, weight).detach().to(base_dtype).double()
-            found[f"{name}.{weight}"] = base + module.scaling * (
-                b.detach().double() @ a.detach().double()
-            )
+            full = base + module.scaling * (b.detach().double() @ a.detach().double())
+            key, stored = as_stored(f"{name}.{weight}", full, model.config)
+            found[key] = stored
     return found
 
 
 @pytest.mark.parametrize(("family", "targets", "rslora", "dtype"), CASES)
-def test_merged_model(tmp_path, run_ranks, monkeypatch, family, targets, rslora, dtype):
+# peft asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_merged_model(tmp_path, run_ranks, monkeypatch, tiny, family, targets, rslora, dtype):
     # every weight in several parts
     monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)
     section = replace(SECTION, targets=targets, use_rslora=rslora)
@@ -87,11 +93,10 @@ def test_merged_model(tmp_path, run_ranks, monkeypatch, family, targets, rslora,
     assert not (out / "adapter_config.json").exists() and (out / "config.json").exists()
 
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
-    wanted = expected_weights(model, dtype)
+    wanted = expected_weights(model, dtype, tiny.as_stored)
     weights = dict(merged.named_parameters(remove_duplicate=False))
-    base = dict(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).named_parameters()
-    )
+    unmerged = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype)
+    base = {name: param.detach().clone() for name, param in unmerged.named_parameters()}
     assert wanted and weights.keys() >= wanted.keys()
     for key, weight in weights.items():
         if key in wanted:
@@ -104,6 +109,9 @@ def test_merged_model(tmp_path, run_ranks, monkeypatch, family, targets, rslora,
         expected = model(tokens)
         # Float32 (6e-8) through 3 layers in another order of operations.
         assert (merged(tokens, use_cache=False).logits - expected).norm() <= 1e-5 * expected.norm()
+        theirs = PeftModel.from_pretrained(unmerged, tmp_path / "adapter").merge_and_unload()
+        for key, weight in theirs.named_parameters():
+            torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
