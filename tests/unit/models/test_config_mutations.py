@@ -48,6 +48,7 @@ ROPE_VALUES: dict[str, list[Any]] = {
 OTHERS = ["is_causal", "per_layer_config", "head_dim", "num_local_experts", "rope_theta"]
 OTHERS += ["partial_rotary_factor", "original_max_position_embeddings", "layer_types"]
 OTHERS += ["mlp_layer_types", "qk_head_dim", "num_nextn_predict_layers", "id2label", "pad_token_id"]
+OTHERS += ["first_k_dense_replace", "attn_output_gate"]
 OTHERS += ["attention_bias", "tie_word_embeddings", "use_sliding_window", "mlp_bias", "use_cache"]
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "intermediate_size": 24}
 

@@ -151,6 +151,16 @@ def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
         yield "mscale_all_dim changes the softmax scale here with rope_type 'yarn' alone."
 
 
+def _find_lacking_in_lite(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
+    yield from _find_lacking(config, table)
+    count, first = config.mlp_layer_types.count("dense"), "first_k_dense_replace"
+    if getattr(config, first, count) != count:
+        yield (
+            f"{first} = {getattr(config, first)!a} is not the {count} dense layers of "
+            "mlp_layer_types, which alone transformers looks at."
+        )
+
+
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -244,6 +254,7 @@ GLM4_MOE_LITE = replace(
     architecture="Glm4MoeLiteForCausalLM",
     aliases=(),
     keys={**DEEPSEEK_V3.keys, "num_dense_layers": "mlp_layer_types"},
+    find_lacking=_find_lacking_in_lite,
     presets={
         "debug": replace(
             DEEPSEEK_V3.presets["debug"],
@@ -286,6 +297,8 @@ SOLAR_OPEN = replace(
         if ours not in ("qk_norm", "num_dense_layers", "intermediate_size")
     },
     fixed={**GLM4_MOE.fixed, "qk_norm": False, "num_dense_layers": 0},
+    # Serving engines look at it; transformers' class has no dense layers.
+    required={"first_k_dense_replace": (0,)},
     rotates_partially=False,
     mtp_key=None,
     presets={

@@ -471,6 +471,8 @@ class Family:
         hf |= {key: getattr(config, key) or None for key in _OPTIONAL[:-1] if key in self.keys}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         hf |= self.written
+        if "num_dense_layers" in self.keys:  # serving engines look at it where others do not
+            hf["first_k_dense_replace"] = config.num_dense_layers
         table = original.get("rope_scaling") or original.get("rope_parameters") or {}
         table = table.get("full_attention", table)
         rope = {"rope_theta": config.rope_theta, **rope_to_hf(config.rope_scaling, table)}

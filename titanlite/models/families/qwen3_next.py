@@ -71,6 +71,8 @@ FIXED: Mapping[str, Any] = {
     "attention_gate": True,
     "norm_offset": 1.0,
 }
+# transformers' classes do not look at it: they have the gate.
+HAS_GATE: Mapping[str, tuple[Any, ...]] = {"attn_output_gate": (True,)}
 HAS_INTERVAL = (
     lambda config: config.full_attention_interval > 0,
     "full_attention_interval ({full_attention_interval}) is not positive.",
@@ -101,7 +103,7 @@ QWEN3_NEXT = Family(
     },
     fixed=FIXED,
     rotates_partially=True,
-    required={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    required={**HAS_GATE, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     rules=(HAS_INTERVAL, HAS_EXPERTS),
     layer=partial(mixed_layer, GATED_DELTA),
     presets={
