@@ -6,7 +6,7 @@ import torch
 from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
-_PLAIN = ("norm", "embed", "lm_head", "gate.weight")
+_PLAIN = ("norm", "embed", "lm_head", "gate.weight", "conv1d")
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
 

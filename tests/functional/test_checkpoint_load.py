@@ -9,11 +9,12 @@ import torch.distributed as dist
 from files import read_json, write_json
 from processes import anonymous_bytes
 from quantized_folder import write_fp8
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.loading import EVERY_FAMILY, hf_checkpoint
 from tests.saving import save_hf_model
+from tests.unit.checkpoint.test_hf_model import split_experts
 from titanlite.assemble import build_data, shard
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
@@ -219,7 +220,11 @@ def test_no_rank_ever_holds_more_than_its_shards(
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
-    [("FSDP4", "qwen3_moe"), ("TP2xEP4", "deepseek_v3")],
+    [
+        ("FSDP4", "qwen3_moe"),
+        ("TP2xEP4", "deepseek_v3"),
+        ("TP2xEP2", "qwen3_5_moe_text"),
+    ],
 )
 def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     run_ranks, checked, meshes, tmp_path, mesh, family
@@ -228,6 +233,8 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
     job = checked(meshes[mesh], f"--model.name={family}", *overrides)
     save_transformers_model(job.model_config, tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    save_file(split_experts(load_file(path)), path, {"format": "pt"})
     expected = write_fp8(tmp_path / "hf", (16, 16))
 
     def rank_main():
