@@ -235,6 +235,11 @@ def check_parallelism(
         problems = _check_transformers(job, model, degrees)
     else:
         problems = _check_native(job, model, degrees, list(parts))
+    if job.model.delta_backend != "auto" and not getattr(model, "linear_num_key_heads", 0):
+        problems.append(
+            f"model.delta_backend = '{job.model.delta_backend}', but the model has no gated delta "
+            "net of the native decoder. Leave it out."
+        )
     return problems + _check_experts(model, degrees.ep) + _check_lengths(job, model, degrees)
 
 
