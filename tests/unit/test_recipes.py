@@ -31,7 +31,10 @@ EXPECTED = {
     "gpt_oss_20b_lora",
     "gpt_oss_20b_sft",
     "llama3.1_8b_sft",
+    "moonlight_16b_a3b_sft",
     "qwen2.5_vl_7b_sft",
+    "qwen3.5_35b_a3b_qlora",
+    "qwen3.5_35b_a3b_sft",
     "qwen3_0.6b_sft",
     "qwen3_235b_a22b_sft",
     "qwen3_30b_a3b_128k",
@@ -56,7 +59,7 @@ def hub_without_a_network(monkeypatch, tmp_path):
         folder = tmp_path / name
         if name.startswith("outputs/"):
             return name
-        assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai|openai)/[\w.-]+", name), name
+        assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai|moonshotai|openai)/[\w.-]+", name), name
         folder.mkdir(parents=True, exist_ok=True)
         if name == "Qwen/Qwen2.5-VL-7B-Instruct":
             text = {
