@@ -32,18 +32,21 @@ _ELEMENTS_AT_ONCE = 1 << 25
 
 
 Slices = tuple[slice, ...]
+# Rows are of several matrices in turn, so many of the first one, then of the next, and so on; after
+# the last one again of the first.
+Widths = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Owned:
-    """Rows of `stacked` matrices that this rank assembles: the place of each rank's piece in them.
+    """Rows of matrices that this rank assembles: the place of each rank's piece in them.
 
     `ranks` are all that hold a piece. In another replica, other ranks own the same matrices. All
     replicas must batch the same matrices in one product, or rounding would make them differ.
     """
 
     shape: tuple[int, int]
-    stacked: int
+    widths: Widths
     ranks: tuple[int, ...]
     pieces: tuple[tuple[int, Slices], ...]
 
@@ -64,9 +67,9 @@ class MatrixExchange:
     """Application of a function to every matrix of `params`, plain or DTensors, whatever part this
     rank holds.
 
-    A parameter (..., R, C) is a stack of matrices (R, C); with `stacked` = s, of s matrices (R / s,
-    C) each. Collectives are over the ranks of `group` (None: all): each makes one of the same
-    parameters in the same order, and calls alike.
+    A parameter (..., R, C) is a stack of (R, C), each of the matrices that `widths` names.
+    Collectives are over the ranks of `group` (None: all): each makes one of the same parameters in
+    the same order, and calls alike.
 
     Attributes:
         buckets: numbers of the parameters that are changed together; in this order. Those whose
@@ -76,11 +79,11 @@ class MatrixExchange:
     def __init__(
         self,
         params: Sequence[torch.Tensor],
-        stacked: Sequence[int],
+        widths: Sequence[Widths],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._group = group
-        self._params, self._stacked = list(params), list(stacked)
+        self._params, self._widths = list(params), list(widths)
         # layers are alike, and ranks may be thousands
         known: dict[object, list[tuple[int, Region]]] = {}
         holders: list[list[tuple[int, Region]]] = []
@@ -127,7 +130,9 @@ class MatrixExchange:
             if layout not in known:
                 known[layout] = _group_by_outer(holders[number], me)
             rows, columns = param.shape[-2:]
-            cost = min(rows // self._stacked[number], columns) * rows * columns
+            repeats = rows // sum(self._widths[number])
+            sizes = [repeats * width for width in self._widths[number]]
+            cost = sum(min(size, columns) * size for size in sizes) * columns
             found += [(cost, number, index, holding) for index, holding in known[layout].items()]
         route = _Route()
         # stable: alike on all ranks
@@ -140,7 +145,7 @@ class MatrixExchange:
             if owner == me:
                 rows, columns = self._params[number].shape[-2:]
                 pieces = tuple((rank, region.slices[-2:]) for rank, region in holding)
-                route.owned.append(_Owned((rows, columns), self._stacked[number], ranks, pieces))
+                route.owned.append(_Owned((rows, columns), self._widths[number], ranks, pieces))
         return route
 
     def apply(
@@ -164,8 +169,8 @@ class MatrixExchange:
         for number in self.buckets[bucket]:
             local = tensors[number]
             if local.numel():
-                matrices = local.view(-1, local.shape[-2] // self._stacked[number], local.shape[-1])
-                matrices.copy_(change(matrices))
+                matrices = local.view(-1, *local.shape[-2:])
+                matrices.copy_(_change_each(matrices, self._widths[number], change))
 
     def _exchange(
         self,
@@ -178,15 +183,15 @@ class MatrixExchange:
         mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
         whole = [like.new_empty(owned.shape) for owned in route.owned]
         theirs: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
-        together: defaultdict[tuple[int, int, int, object], list[torch.Tensor]] = defaultdict(list)
+        together: defaultdict[tuple[object, Widths, object], list[torch.Tensor]] = defaultdict(list)
         for matrix, owned in zip(whole, route.owned, strict=True):
-            together[*owned.shape, owned.stacked, owned.ranks].append(matrix)
+            together[owned.shape, owned.widths, owned.ranks].append(matrix)
             for rank, place in owned.pieces:
                 theirs[rank].append(matrix[place])
         self._send(like, mine, list(theirs.values()))
-        for (rows, columns, stacked, _), matrices in together.items():
-            changed = change(torch.stack(matrices).view(-1, rows // stacked, columns))
-            for matrix, values in zip(matrices, changed.reshape(-1, rows, columns), strict=True):
+        for (_, widths, _), matrices in together.items():
+            changed = _change_each(torch.stack(matrices), widths, change)
+            for matrix, values in zip(matrices, changed, strict=True):
                 matrix.copy_(values)
         self._send(like, list(theirs.values()), mine)
 
@@ -207,6 +212,20 @@ class MatrixExchange:
             targets, out.split([place.numel() for place in targets]), strict=True
         ):
             place.copy_(values.view(place.shape))
+
+
+def _change_each(
+    x_NRC: torch.Tensor, widths: Widths, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the `change` of every matrix in the rows of `x_NRC`, of alike ones at once."""
+    parts = list(x_NRC.unflatten(1, (-1, sum(widths))).split(widths, dim=2))
+    for width in dict.fromkeys(widths):
+        places = [place for place, other in enumerate(widths) if other == width]
+        alike = torch.stack([parts[place].flatten(1, 2) for place in places])
+        changed = change(alike.flatten(0, 1)).view_as(alike)
+        for place, part in zip(places, changed, strict=True):
+            parts[place] = part.unflatten(1, (-1, width))
+    return torch.cat(parts, dim=2).flatten(1, 2)
 
 
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
@@ -256,8 +275,9 @@ MOMENTUM = "momentum_buffer"
 # (0.7 to 1.2).
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# An orthogonal step of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's have
-# about 0.2, so that learning rate and weight decay are those of AdamW (arXiv:2502.16982, eq. 4).
+# An orthogonal matrix of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's
+# steps have about 0.2, so that learning rate and weight decay are those of AdamW
+# (arXiv:2502.16982, eq. 4).
 _RMS = 0.2
 
 
@@ -276,6 +296,10 @@ def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
     return x_NRC.mT if is_tall else x_NRC
 
 
+def _make_step(x_NRC: torch.Tensor) -> torch.Tensor:
+    return orthogonalize(x_NRC) * (_RMS * max(x_NRC.shape[-2:]) ** 0.5)
+
+
 def build_muon(
     model: Model,
     section: OptimizerSection,
@@ -289,20 +313,20 @@ def build_muon(
     """
     matrices = muon_matrices(model, section)
     groups, rest = group_parameters(model, section, matrices)
-    options = {"momentum": section.momentum, "stacked": matrices, "group": group}
+    options = {"momentum": section.momentum, "widths": matrices, "group": group}
     return Muon(groups or [{"params": []}], LocalAdamW(rest, section), **options)
 
 
-def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, int]:
-    """Return the trained parameters that Muon steps, each with the number of matrices in its rows;
-    none for AdamW.
+def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, Widths]:
+    """Return the trained parameters that Muon steps, each with the matrices in its rows; none for
+    AdamW.
 
     Embedding, output head, norms, biases and what lies outside of layers are AdamW's
     (arXiv:2502.16982, 2.1).
     """
     if section.name != "Muon":
         return {}
-    found: dict[nn.Parameter, int] = {}
+    found: dict[nn.Parameter, Widths] = {}
     for layer in model.all_layers():
         experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
         for module in layer.modules():
@@ -313,20 +337,21 @@ def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter,
                 if param.requires_grad and (
                     is_matrix if id(param) not in experts else param.dim() == 3
                 ):
-                    found[param] = _get_num_stacked(module, name)
+                    found[param] = _get_widths(module, name, param.shape[-2])
     return found
 
 
-def _get_num_stacked(module: nn.Module, name: str) -> int:
-    """Return how many matrices are stacked in the rows of a parameter."""
+def _get_widths(module: nn.Module, name: str, rows: int) -> Widths:
+    """Return the matrices in the rows of a parameter."""
     if hasattr(module, "stacked_matrices"):
-        return cast(dict[str, int], module.stacked_matrices).get(name, 1)
+        return cast(dict[str, Widths], module.stacked_matrices).get(name, (rows,))
     # Attributes of transformers' experts.
     layout = [
         getattr(module, attribute, None)
         for attribute in ("has_gate", "is_concatenated", "is_transposed")
     ]
-    return 2 if name == "gate_up_proj" and layout == [True, True, False] else 1
+    is_stacked = name == "gate_up_proj" and layout == [True, True, False]
+    return (rows // 2, rows // 2) if is_stacked else (rows,)
 
 
 class Muon(torch.optim.Optimizer):
@@ -338,7 +363,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         momentum: Nesterov momentum.
-        stacked: number of matrices in the rows of some parameters: gate and up projection are two.
+        widths: matrices in the rows of some parameters: gate and up projection are two.
     """
 
     def __init__(
@@ -347,7 +372,7 @@ class Muon(torch.optim.Optimizer):
         adamw: LocalAdamW,
         *,
         momentum: float,
-        stacked: dict[nn.Parameter, int],
+        widths: dict[nn.Parameter, Widths],
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
@@ -365,8 +390,9 @@ class Muon(torch.optim.Optimizer):
         # the same dictionaries: `Schedule` sets the rates of both
         self.param_groups += adamw.param_groups
         adamw.state = self.state
-        self._stacked = [stacked.get(param, 1) for param, _ in self._params]
-        self._exchange = MatrixExchange([param for param, _ in self._params], self._stacked, group)
+        stepped = [param for param, _ in self._params]
+        rows = [widths.get(param, (param.shape[-2],)) for param in stepped]
+        self._exchange = MatrixExchange(stepped, rows, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -383,7 +409,7 @@ class Muon(torch.optim.Optimizer):
                 number: self._take_momentum(self._params[number][0], keep, dtype)
                 for number in numbers
             }
-            self._exchange.apply(bucket, steps, orthogonalize)
+            self._exchange.apply(bucket, steps, _make_step)
             for number, step in steps.items():
                 self._move(number, step, keep)
 
@@ -413,10 +439,7 @@ class Muon(torch.optim.Optimizer):
         if not self._is_stepped(param):
             return
         local, lr = local_of(param), group["lr"]
-        longer = max(param.shape[-2] // self._stacked[number], param.shape[-1])
-        moved = torch.add(
-            local * (1 - lr * group["weight_decay"]), step, alpha=-lr * _RMS * longer**0.5
-        )
+        moved = torch.add(local * (1 - lr * group["weight_decay"]), step, alpha=-lr)
         local.copy_(moved if keep is None else torch.where(keep, local, moved))
 
 

@@ -91,6 +91,8 @@ class Attention(SelfAttention):
         hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
         queries = (1 + self.is_gated) * config.num_heads  # a gate of each head follows its query
         self.q_proj = Linear(hidden, queries * config.head_dim, bias=bias, std=std)
+        if self.is_gated:
+            self.q_proj.stacked_matrices = {"weight": (config.head_dim, config.head_dim)}
         self.k_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         o_bias = bias and config.attention_output_bias

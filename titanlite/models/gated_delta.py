@@ -131,9 +131,10 @@ class GatedDeltaNet(SelfAttention):
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
         self.repeats, self.value_dim = value_heads // heads, value
         self.widths = key, key, self.repeats * value
-        outputs = self._list_projections(heads, value_heads)
-        for name, width in outputs.items():
-            setattr(self, name, Linear(hidden, width, std=std))
+        for name, widths in self._list_projections().items():
+            linear = Linear(hidden, heads * sum(widths), std=std)
+            linear.stacked_matrices = {"weight": widths}
+            setattr(self, name, linear)
         self.conv1d = Convolution(heads * sum(self.widths), config.linear_conv_kernel_dim, std)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(value_heads, dtype=torch.float32)) for _ in range(2)
@@ -163,10 +164,12 @@ class GatedDeltaNet(SelfAttention):
         weight_V = local_tensor(self.norm.weight)
         return gated_rms_norm(out_BSHRV, z_BSHRV, weight_V, self.norm.eps).flatten(2)
 
-    def _list_projections(self, heads: int, value_heads: int) -> dict[str, int]:
-        """Return the width of the result of each input projection."""
-        row = sum(self.widths) + self.widths[2]
-        return {"in_proj_qkvz": heads * row, "in_proj_ba": 2 * value_heads}
+    def _list_projections(self) -> dict[str, tuple[int, ...]]:
+        """Return the widths that each input projection has of every key head."""
+        return {
+            "in_proj_qkvz": (*self.widths, self.widths[2]),
+            "in_proj_ba": (self.repeats, self.repeats),
+        }
 
     def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the inputs of the convolution (B, S, h, J), the output gates (B, S, h, R V) and
@@ -206,12 +209,12 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
         "out_proj": 1
     }
 
-    def _list_projections(self, heads: int, value_heads: int) -> dict[str, int]:
+    def _list_projections(self) -> dict[str, tuple[int, ...]]:
         return {
-            "in_proj_qkv": heads * sum(self.widths),
-            "in_proj_z": heads * self.widths[2],
-            "in_proj_b": value_heads,
-            "in_proj_a": value_heads,
+            "in_proj_qkv": self.widths,
+            "in_proj_z": self.widths[2:],
+            "in_proj_b": (self.repeats,),
+            "in_proj_a": (self.repeats,),
         }
 
     def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -37,9 +37,11 @@ class Linear(nn.Linear):
             set it to 1 / n.
         multiply: (x, weight, bias) to the result: `F.linear`, or a product with a weight that is
             stored otherwise.
+        stacked_matrices: as of `Experts`, if there are several.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
+    stacked_matrices: dict[str, tuple[int, ...]]
     bias_scale: float = 1.0
     multiply: Callable[..., torch.Tensor] = staticmethod(F.linear)
 

@@ -228,8 +228,8 @@ class Experts(Recomputable):
 
     Attributes:
         is_biased: experts have biases, and a clamped SwiGLU.
-        stacked_matrices: number of matrices stacked in the rows of a parameter, for optimizers that
-            treat each by itself (Muon).
+        stacked_matrices: rows of each of several matrices in a parameter, in turn and again and
+            again, for optimizers that treat each by itself (Muon).
         multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
             transposed. None: none.
     """
@@ -244,7 +244,7 @@ class Experts(Recomputable):
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.is_biased = config.biased_experts
-        self.stacked_matrices = {} if self.is_biased else {"gate_up_proj": 2}
+        self.stacked_matrices = {"gate_up_proj": (1, 1) if self.is_biased else (inner, inner)}
         if self.is_biased:
             self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner))
             self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden))

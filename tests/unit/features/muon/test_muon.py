@@ -27,7 +27,9 @@ SHAPES = {
     "square": (9, 9),
     "experts": (3, 6, 10),
     "stacked": (2, 12, 5),
+    "in_turn": (16, 5),
 }
+WIDTHS = {"stacked": (6, 6), "in_turn": (2, 3, 3)}
 
 
 def orthogonalized(x):
@@ -56,8 +58,8 @@ def make(lr=0.02, weight_decay=0.1, momentum=0.9):
     vector = nn.Parameter(torch.randn(7))
     adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=lr))
     groups = [{"params": list(params.values()), "lr": lr, "weight_decay": weight_decay}]
-    stacked = {params["stacked"]: 2}
-    return params, vector, Muon(groups, adamw, momentum=momentum, stacked=stacked)
+    widths = {params[name]: found for name, found in WIDTHS.items()}
+    return params, vector, Muon(groups, adamw, momentum=momentum, widths=widths)
 
 
 def set_gradients(optimizer, seed):
@@ -87,12 +89,12 @@ def test_steps_are_those_of_a_float64_loop():
         set_gradients(optimizer, step)
         grads.append({name: param.grad.clone() for name, param in params.items()})
         step_if_finite(optimizer, torch.tensor(True))
-    parts = {"experts": 1, "stacked": 2}
     for name, param in params.items():
-        matrices = parts.get(name, 1)
+        widths = WIDTHS.get(name, (param.shape[-2],))
 
-        def split(tensor, matrices=matrices):
-            return tensor.reshape(-1, tensor.shape[-2] // matrices, tensor.shape[-1])
+        def split(tensor, widths=widths):
+            stack = tensor.reshape(-1, *tensor.shape[-2:]).unflatten(1, (-1, sum(widths)))
+            return [part.flatten(0, 1) for each in stack for part in each.split(widths, 1)]
 
         history = [split(of_step[name]) for of_step in grads]
         for i, start in enumerate(split(starts[name])):
@@ -101,7 +103,7 @@ def test_steps_are_those_of_a_float64_loop():
     assert (vector.detach() != before).all(), "AdamW moves the rest"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "dots1", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "dots1", "qwen3_next", "qwen3_5_text"])
 def test_matrices_of_layers_are_muons(family):
     model = build_decoder(replace(families()[family].presets["debug"], attention_bias=True))
     materialize(model, torch.device("cpu"), [], seed=0)
@@ -111,7 +113,17 @@ def test_matrices_of_layers_are_muons(family):
         wanted = ".layers." in name and param.dim() >= 2 and "conv1d" not in name
         assert (param in matrices) == wanted, name
         if wanted:
-            assert matrices[param] == (2 if name.endswith("experts.gate_up_proj") else 1), name
+            fused = {
+                "experts.gate_up_proj": (32, 32),
+                "in_proj_qkvz.weight": (8, 8, 24, 24),
+                "in_proj_ba.weight": (2, 2),
+                "in_proj_qkv.weight": (8, 8, 24),
+                "in_proj_z.weight": (24,),
+                "in_proj_b.weight": (2,),
+                "in_proj_a.weight": (2,),
+            } | ({"q_proj.weight": (16, 16)} if "next" in family or "3_5" in family else {})
+            found = [each for end, each in fused.items() if name.endswith(end)]
+            assert [matrices[param]] == (found or [(param.shape[-2],)]), name
     optimizer = build_muon(model, section)
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
     assert group_of.keys() == set(model.parameters())
@@ -156,7 +168,7 @@ def split_like(make, world_size, experts_over=1):
             ]
             experts = torch.empty(8, 48, 16, device="meta")
             params.append(distribute_tensor(experts, both, [Shard(1), Shard(0)]))
-            found.append(make(MatrixExchange(params, [1, 1, 1, 1, 1, 2], None)))
+            found.append(make(MatrixExchange(params, [(64,)] * 5 + [(24, 24)], None)))
     return found
 
 
