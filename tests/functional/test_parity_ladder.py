@@ -42,6 +42,8 @@ FAMILIES = {
     "gpt_oss": ["--model.name=gpt_oss"],
     "olmo3": ["--model.name=olmo3"],
     "minimax_m2": ["--model.name=minimax_m2"],
+    "glm4_moe_lite": ["--model.name=glm4_moe_lite"],
+    "solar_open": ["--model.name=solar_open"],
     "qwen3_5": ["--model.name=qwen3_5_text"],
     "qwen3_5_moe": ["--model.name=qwen3_5_moe_text"],
     "deepseek_v3_no_q_latent": ["--model.name=deepseek_v3", "--model.overrides.q_lora_rank=0"],
@@ -71,7 +73,10 @@ FAMILIES = {
 }
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
-    for name in ("qwen3_moe", "uneven", "few_experts", "dots1", "qwen3_tied", "deepseek_v3")
+    for name in (
+        *("qwen3_moe", "uneven", "few_experts", "dots1"),
+        *("qwen3_tied", "deepseek_v3", "qwen3_5"),
+    )
 }
 # A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes
 # them a full step.
@@ -197,6 +202,8 @@ TP2xFSDP2      ministral               2 full_ac weekly
 FSDP4          gpt_oss                 1 weekly
 TP2xFSDP2      olmo3                   2 selective_ac weekly
 TP2xEP2        minimax_m2              1
+TP2xEP2        glm4_moe_lite           1 full_ac
+EP2xFSDP2      solar_open              2
 TP2xFSDP2      gpt_oss                 1 selective_ac operators
 EP2xFSDP2      gpt_oss                 2 full_ac
 FSDP4          qwen3_5                 1 weekly
@@ -246,6 +253,7 @@ TP2xEP2        muon_few_experts        2
 TP2xEP4        muon_dots1              1 weekly
 TP2xFSDP2      muon_qwen3_tied         1 weekly
 TP2xFSDP2      muon_deepseek_v3        1
+TP2xFSDP2      muon_qwen3_5            1
 
 CP4            qwen3_moe               1 long weekly
 CP2xFSDP2      qwen3_moe               1 long weekly
