@@ -142,7 +142,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
 
 def test_a_rank_that_misses_a_gather_while_saving_ends_the_run_with_its_error(run, tmp_path):
     transformers = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
-    transformers.append("--parallelism.tensor_parallel_degree=1")
+    transformers += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=2"]
     code, out, _ = run(GATHER_FAILS_ON_1, "--comm.timeout_seconds=4", *transformers)
     assert code == 124 and list_steps(tmp_path / "run/checkpoint") == [2], out
     assert (
