@@ -188,7 +188,7 @@ DDP4           qwen3_moe               1 long weekly
 HSDP2x2xEP2    qwen3_moe               2 long
 HSDP2xTP2xEP2  qwen3_moe               1 long weekly
 TP2xEP2        qwen3_moe               1 --parallelism.fsdp_reshard_after_forward=always
-TP2xFSDP2      qwen3_tied              2 full_ac
+TP2xFSDP2      qwen3_tied              2 full_ac weekly
 TP2xFSDP2      llama                   1 selective_ac
 TP2xFSDP2      qwen3_bias              1 weekly
 TP2xFSDP2      qwen2                   1 weekly
@@ -196,7 +196,7 @@ TP2xEP2        glm4_moe                1
 TP2xEP4        deepseek_v3             1 weekly
 TP2xEP2        deepseek_v3_no_q_latent 1
 FSDP4          qwen3_next              1 weekly
-TP2xFSDP2      qwen3_next              1 selective_ac
+TP2xFSDP2      qwen3_next              1 selective_ac weekly
 EP2xFSDP2      qwen3_next              2 full_ac
 TP2xFSDP2      ministral               2 full_ac weekly
 FSDP4          gpt_oss                 1 weekly
@@ -220,9 +220,9 @@ TP2xEP2        few_experts             1 weekly
 
 PP4            deep                    4 long
 PP2xFSDP2      deep                    4 long weekly
-PP2xHSDP2      deep                    4 long
+PP2xHSDP2      deep                    4 long weekly
 PP2xTP2        deep                    4 long weekly
-PP2xEP2        deep                    4 long
+PP2xEP2        deep                    4 long weekly
 PP2xTP2xEP2    deep                    4 long weekly
 PP2xCP2        deep                    4 long
 PP2xTP2xEP2    deep                    4 selective_ac
@@ -240,11 +240,11 @@ PP2xTP2xEP2    muon_dots1              4
 
 FSDP4          deep                    4 once_per_step weekly
 DDP4           qwen3_moe               4 once_per_step
-TP2xEP4        qwen3_moe               4 once_per_step full_ac
+TP2xEP4        qwen3_moe               4 once_per_step full_ac weekly
 EP2xFSDP2      dots1_balance_losses    4 once_per_step selective_ac
 CP2xTP2        qwen3_moe               4 once_per_step
 TP2xFSDP2      qwen3_tied              4 once_per_step
-PP2xTP2xEP2    deep                    4 once_per_step
+PP2xTP2xEP2    deep                    4 once_per_step weekly
 
 DDP4           muon_qwen3_moe          1 weekly
 HSDP2xTP2xEP2  muon_qwen3_moe          1
