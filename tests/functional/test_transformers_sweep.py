@@ -23,11 +23,7 @@ def test_families_train_on_two_ranks(run_ranks, tmp_path, families):
     for bit.
     """
     with sweep_transformers.quiet():
-        chosen = {
-            case.model_type: case
-            for case in sweep_transformers.cases()
-            if case.model_type in families
-        }
+        chosen = {case.model_type: case for case in sweep_transformers.cases(families)}
         for name, case in chosen.items():
             case.folder = tmp_path / name
             assert case.config.family == name and case.saved

@@ -134,8 +134,8 @@ class NotBuiltError(Exception):
     """transformers does not build the class from the configuration that this script shrinks."""
 
 
-def cases():
-    """Every pair of a type and a class of the auto mappings, in their order; no
+def cases(types=None):
+    """Every pair of a type, or one of `types`, and a class of the auto mappings, in their order; no
     encoder-decoders.
     """
     from transformers import (
@@ -147,6 +147,8 @@ def cases():
     pairs = {}
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         for model_type, names in auto._model_mapping._model_mapping.items():  # type: ignore[attr-defined]
+            if types is not None and model_type not in types:
+                continue  # its configuration need not be imported
             for name in names if isinstance(names, tuple | list) else [names]:
                 pairs[model_type, name] = None
     refused = {kind for kind, _ in pairs if transformers.CONFIG_MAPPING[kind].is_encoder_decoder}
@@ -450,9 +452,7 @@ def main():
     given = parser.parse_args()
     number, parts = map(int, given.part.split("/"))
     stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
-    chosen = [case for case in cases() if not given.types or case.model_type in given.types][
-        number - 1 :: parts
-    ]
+    chosen = cases(given.types or None)[number - 1 :: parts]
     if given.sample:
         chosen = random.Random(f"{titanlite.__version__} {transformers.__version__}").sample(
             chosen, given.sample
