@@ -13,9 +13,8 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.log import logger, warn_once
 from titanlite.base.text import fold_names
 from titanlite.checkpoint.folder import Stored, shown
-from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
-from titanlite.materialize import ReadRequest, Unfit
+from titanlite.checkpoint.reader import SafetensorsReader
+from titanlite.materialize import Unfit
 
 # Last parts of its name: in classes of transformers, and in the native decoder.
 _LEAVES = ("e_score_correction_bias", "expert_bias")
@@ -63,11 +62,9 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
     ]
 
     def find() -> list[str]:
-        placed = {t.key: (t.shape, [Placed(t, whole(t.key, t.shape).region)]) for t in biases}
-        values = {t.key: torch.empty(t.shape, dtype=t.dtype) for t in biases}
-        requests = [ReadRequest(t.key, whole(t.key, t.shape).region, values[t.key]) for t in biases]
-        SafetensorsReader(str(folder), placed, stored.file_bytes).read_quietly(requests)
-        return [key for key, value in values.items() if _has_collapsed(value)]
+        keys = [bias.key for bias in biases]
+        reader = SafetensorsReader.of_keys(str(folder), stored, keys)
+        return [b.key for b in biases if _has_collapsed(reader.read_whole(b.key, b.dtype))]
 
     found = on_first_rank(find) if biases else []
     if found and get_rank() == 0:

@@ -42,7 +42,13 @@ from titanlite.checkpoint.pieces import (
     is_sidecar,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, place_packed
+from titanlite.checkpoint.reader import (
+    Placed,
+    SafetensorsReader,
+    place,
+    place_packed,
+    read_region,
+)
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import assets_folder
@@ -51,8 +57,6 @@ from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import (
     Plan,
     Read,
-    ReadRequest,
-    Region,
     Source,
     SourceProvider,
     TensorEntry,
@@ -248,17 +252,11 @@ class HFCheckpoint:
         """Return the problem, by name, of a stored head whose values differ from the embedding that
         it is tied to.
         """
-        places: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
-        for key in (_HEAD, self.layout.key(_EMBEDDING)):
-            shape = self.stored.tensors[key].shape
-            places[key] = shape, self._place(whole(key, shape), set(), [])
-        reader = SafetensorsReader(self.folder, places, self.stored.file_bytes)
-        reads = [Read(reader, key, shape) for key, (shape, _) in places.items()]
-        return (
-            {}
-            if is_equal(*reads)
-            else {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
-        )
+        keys = (_HEAD, self.layout.key(_EMBEDDING))
+        reader = SafetensorsReader.of_keys(self.folder, self.stored, keys)
+        if is_equal(*(Read(reader, key, self.stored.tensors[key].shape) for key in keys)):
+            return {}
+        return {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         if MASTER_PREFIX + name in self.stored.tensors:
@@ -306,20 +304,17 @@ def is_equal(first: Read, second: Read) -> bool:
     """
     if first.shape != second.shape:
         return False
-    whole = Region((0,) * len(first.shape), first.shape)
+    region = whole(first.name, first.shape).region
     is_streamed = isinstance(first.reader, SafetensorsReader) and isinstance(
         second.reader, SafetensorsReader
     )
-    return all(
-        torch.equal(_read(first, region), _read(second, region))
-        for region in (whole.slabs(_CHUNK_ELEMENTS) if is_streamed else [whole])
-    )
-
-
-def _read(read: Read, region: Region) -> torch.Tensor:
-    values = torch.empty(region.lengths, dtype=torch.float64)  # exact for all other dtypes
-    getattr(read.reader, "read_quietly", read.reader.read)([ReadRequest(read.name, region, values)])
-    return values
+    for part in region.slabs(_CHUNK_ELEMENTS) if is_streamed else [region]:
+        values = [  # float64 is exact for all other dtypes
+            read_region(read.reader, read.name, part, torch.float64) for read in (first, second)
+        ]
+        if not torch.equal(*values):
+            return False
+    return True
 
 
 def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:
@@ -461,8 +456,12 @@ def check_layout(plan: Plan) -> list[str]:
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Return the names of the buffers that are not all zeros on any pipeline stage."""
-    found = {entry.fqn for entry in buffers if bool(local_of(entry.tensor).count_nonzero())}
+    """Return the names of the buffers that are not all zeros on any pipeline stage, or on meta."""
+    found = {
+        entry.fqn
+        for entry in buffers
+        if entry.tensor.is_meta or bool(local_of(entry.tensor).count_nonzero())
+    }
     return set().union(*gather_objects(found)) if in_stages else found
 
 

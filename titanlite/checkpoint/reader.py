@@ -27,9 +27,9 @@ from titanlite.base.log import logger
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
 from titanlite.checkpoint import mxfp4
-from titanlite.checkpoint.folder import FP8, StoredTensor, find_scale
-from titanlite.checkpoint.pieces import bytes_of
-from titanlite.materialize import ReadRequest, Region
+from titanlite.checkpoint.folder import FP8, Stored, StoredTensor, find_scale
+from titanlite.checkpoint.pieces import bytes_of, whole
+from titanlite.materialize import ReadRequest, Region, TensorReader
 from titanlite.materialize.layout import Encoding, rows_of
 
 JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
@@ -59,12 +59,15 @@ class Placed:
         return here.transposed() if self.is_transposed else here
 
 
-def place_packed(packed: tuple[StoredTensor, StoredTensor], region: Region) -> list[Placed]:
+def place_packed(
+    packed: tuple[StoredTensor, StoredTensor], region: Region, *, is_transposed: bool = False
+) -> list[Placed]:
     """Return an MXFP4 weight, all of `region`, as a stored tensor of its codes with its scales."""
     blocks, scales = packed
     *outer, count, size = blocks.shape
     codes = blocks._replace(shape=(*outer, count * size))
-    return [Placed(codes, region, scales, (1, mxfp4.BLOCK))]
+    block = (1, mxfp4.BLOCK)
+    return [Placed(codes, region, scales, block, is_transposed=is_transposed)]
 
 
 def place(
@@ -147,6 +150,16 @@ class SafetensorsReader:
         self._file_bytes = file_bytes
         self._threads = threads or io_threads()
 
+    @classmethod
+    def of_keys(cls, name: str, stored: Stored, keys: Iterable[str]) -> "SafetensorsReader":
+        """Return a reader of whole stored tensors, under their `keys` on disk."""
+        placed = {}
+        for key in keys:
+            tensor = stored.tensors[key]
+            region = whole(key, tensor.shape).region
+            placed[key] = tensor.shape, place(tensor, region, stored.tensors, stored.block)
+        return cls(name, placed, stored.file_bytes)
+
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to its dtype.
 
@@ -165,6 +178,11 @@ class SafetensorsReader:
         needed.update(part.placed.scale.file for part in parts if part.placed.scale is not None)
         with opened(self._file_bytes, needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
+
+    def read_whole(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return all of a tensor in `dtype`, without a log line."""
+        shape = self._tensors[key][0]
+        return read_region(self, key, whole(key, shape).region, dtype)
 
     def _parts(self, request: ReadRequest) -> Iterator[_Part]:
         where = f"checkpoint {self.name}"
@@ -187,6 +205,20 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"{where}: {request.name} is incomplete: {left} elements are missing."
             )
+
+
+def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
+    """Read without log lines, if the reader can."""
+    getattr(reader, "read_quietly", reader.read)(requests)
+
+
+def read_region(
+    reader: TensorReader, name: str, region: Region, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a region of a tensor in `dtype`, without log lines."""
+    values = torch.empty(region.lengths, dtype=dtype)
+    read_quietly(reader, [ReadRequest(name, region, values)])
+    return values
 
 
 def io_threads() -> int:

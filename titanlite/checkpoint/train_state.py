@@ -14,7 +14,7 @@ from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
 from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.materialize import Plan, Read, region_of, share_out
 from titanlite.materialize.execute import read_tensors, sharded_like
@@ -128,10 +128,8 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
     where = f"checkpoint {folder}"
     files = sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors"))
     stored = on_first_rank(lambda: read_headers(files, where))
-    placed = {
-        key: (t.shape, [Placed(t, whole(key, t.shape).region)]) for key, t in stored.tensors.items()
-    }
-    reader = SafetensorsReader(f"optimizer states of {folder}", placed, stored.file_bytes)
+    what = f"optimizer states of {folder}"
+    reader = SafetensorsReader.of_keys(what, stored, stored.tensors)
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, stored.tensors, plan, optimizer):
         value = param

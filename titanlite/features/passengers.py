@@ -40,10 +40,16 @@ from titanlite.checkpoint.pieces import (
     part_of,
     whole,
 )
-from titanlite.checkpoint.reader import SafetensorsReader, opened, place, read_bytes
+from titanlite.checkpoint.reader import (
+    SafetensorsReader,
+    opened,
+    place,
+    read_bytes,
+    read_region,
+)
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
-from titanlite.materialize import ReadRequest, Region, SourceProvider
+from titanlite.materialize import Region, SourceProvider
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import save_config
 
@@ -243,7 +249,7 @@ class CarriedTensors:
                 dtype, region = self._dtype, whole(key, tensor.shape).region
                 placed = {key: (tensor.shape, place(tensor, region, self._scales, self._block))}
                 reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
-                read = partial(_dequantize, reader, key, dtype)
+                read = partial(read_region, reader, key, dtype=dtype)
             else:  # as one contiguous dim
                 dtype, region = (
                     tensor.dtype,
@@ -279,12 +285,3 @@ def _read_elements(
     return _read_bytes(tensor, file_bytes, region.starts[0] * size, region.lengths[0] * size).view(
         tensor.dtype
     )
-
-
-def _dequantize(
-    reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region
-) -> torch.Tensor:
-    """Read rows of a tensor in FP8 as `dtype`."""
-    values = torch.empty(region.lengths, dtype=dtype)
-    reader.read_quietly([ReadRequest(key, region, values)])
-    return values

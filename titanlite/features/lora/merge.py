@@ -13,8 +13,7 @@ import torch
 
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import Placed, SafetensorsReader
+from titanlite.checkpoint.reader import SafetensorsReader, read_quietly, read_region
 from titanlite.features.lora.layers import adaptable_experts
 from titanlite.features.lora.peft_format import (
     PREFIX,
@@ -114,11 +113,7 @@ class _Corrections:
             problems += missing or self._misfits(name, keys, config.rank)
             self._pairs[name] = keys
         raise_problems(CheckpointError, f"checkpoint {folder}", problems)
-        placed = {
-            key: (tensor.shape, [Placed(tensor, whole(key, tensor.shape).region)])
-            for key, tensor in stored.tensors.items()
-        }
-        self._reader = SafetensorsReader(str(folder), placed, stored.file_bytes)
+        self._reader = SafetensorsReader.of_keys(str(folder), stored, stored.tensors)
         # the pieces of one weight are asked for in a row
         self._pair = lru_cache(maxsize=2)(self._read_pair)
 
@@ -155,12 +150,7 @@ class _Corrections:
 
     def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
-        shapes = {key: self._stored.tensors[key].shape for key in self._pairs[name]}
-        a, b = (torch.empty(shape, dtype=torch.float64) for shape in shapes.values())
-        regions = [whole(key, shape).region for key, shape in shapes.items()]
-        self._reader.read_quietly(
-            [ReadRequest(*read) for read in zip(shapes, regions, (a, b), strict=True)]
-        )
+        a, b = (self._reader.read_whole(key, torch.float64) for key in self._pairs[name])
         if rows := list(find_rows(name, self._config)):
             in_memory = torch.cat([torch.arange(start, start + count) for start, count in rows])
             b = torch.empty_like(b).index_copy_(0, in_memory, b)
@@ -208,16 +198,10 @@ class _MergingReader:
             for row in range(0, length, rows) if request.name in self._corrections else ():
                 count = min(rows, length - row)
                 region = Region((first + row, *starts), (count, *lengths))
-                values = torch.empty(region.lengths, dtype=torch.float64)
-                read_quietly(self._inner, [ReadRequest(request.name, region, values)])
+                values = read_region(self._inner, request.name, region, torch.float64)
                 request.destination[row : row + count] = self._corrections.add(
                     request.name, region, values
                 )
-
-
-def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
-    """Read without log lines, if the reader can."""
-    getattr(reader, "read_quietly", reader.read)(requests)
 
 
 def _transposed_experts(model: Model) -> list[str]:

@@ -30,18 +30,18 @@ from titanlite.checkpoint.hf_model import (
     weights_of,
 )
 from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, is_sidecar, whole
-from titanlite.checkpoint.reader import slabs, timed
+from titanlite.checkpoint.reader import read_region, slabs, timed
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.settings import spell_dtype
-from titanlite.features.lora.merge import MergedSource, read_quietly
+from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.passengers import find_carried
 from titanlite.features.record.publish import render_merge_card
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import Plan, Read, ReadRequest, Region, TensorEntry, build_plan
+from titanlite.materialize import Plan, Read, Region, TensorEntry, build_plan
 from titanlite.models.families import any_model_config_from_hf, family_of
 
 _CHUNK_ELEMENTS = 4 << 20
@@ -266,9 +266,7 @@ def _lay_out_transformers(
 
 def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(entry.source, Read)
-    chunk = torch.empty(region.lengths, dtype=dtype)
-    read_quietly(entry.source.reader, [ReadRequest(entry.source.name, region, chunk)])
-    return chunk
+    return read_region(entry.source.reader, entry.source.name, region, dtype)
 
 
 def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], out: Path) -> None:

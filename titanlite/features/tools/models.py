@@ -48,6 +48,7 @@ from titanlite.checkpoint.folder import (
     shown,
 )
 from titanlite.checkpoint.hf_model import weights_of
+from titanlite.checkpoint.mxfp4 import find_packed
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
@@ -57,7 +58,6 @@ from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
-from titanlite.features.transformers.conversion import find_packed
 from titanlite.materialize import SourceProvider, materialize
 from titanlite.models.families import part_sizes
 from titanlite.models.interface import Model

@@ -26,7 +26,7 @@ from titanlite.checkpoint.folder import (
     shown,
 )
 from titanlite.checkpoint.hf_model import explain_untied, is_equal
-from titanlite.checkpoint.mxfp4 import find_packed
+from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     IGNORED_SUFFIXES,
@@ -36,12 +36,11 @@ from titanlite.checkpoint.pieces import (
     find_passengers,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, place_packed
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.conversion import (
     ConvertingReader,
     Group,
-    Mxfp4Reader,
     NotTraceable,
     Traced,
     TracedPart,
@@ -109,7 +108,6 @@ class TransformersCheckpoint:
         self.reader = SafetensorsReader(self._folder, self._placed, self.stored.file_bytes)
         converting = ConvertingReader(self._folder, self.stored, self._model, self._whole)
         self._packed = find_packed(self.stored.tensors)
-        self._unpacking = Mxfp4Reader(self._folder, self.stored)
         parts = {part.key for packed in self._packed.values() for part in packed}
         parts.update(
             *(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8)
@@ -154,10 +152,16 @@ class TransformersCheckpoint:
     def _claim(
         self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader
     ) -> None:
-        if group.first in tensors and group.keys[0] in self._packed:
-            problem = self._unpacking.add(group.first, tensors[group.first].shape, group.keys[0])
-            read = Read(self._unpacking, group.first, tensors[group.first].shape)
-            self._claims[group.first] = Unfit(f"{self.name}: {problem}.") if problem else read
+        if group.first in tensors and (packed := self._packed.get(group.keys[0])):
+            # The class has the matrices of gpt-oss transposed: (E, C, R).
+            info = tensors[group.first]
+            rows, columns = info.shape[:0:-1] if len(info.shape) == 3 else (0, 1)
+            if problem := describe_misfit(packed, info.shape, rows, columns):
+                self._claims[group.first] = Unfit(f"{self.name}: {problem}.")
+                return
+            region = whole(group.first, info.shape).region
+            parts = place_packed(packed, region, is_transposed=True)
+            self._claim_parts(group.first, info, parts, info.shape)
             return
         try:
             try:

@@ -5,10 +5,9 @@ transformers describes the difference as renamings and operations on whole tenso
 experts, concatenate gate and up, cut a fused projection). Here its own operations run on `Traced`
 stand-ins, which know the stored tensor and place of each of their elements, and so the place of a
 shard in the files. Operations that a stand-in cannot follow (transpositions, permutations) run on
-whole tensors, and MXFP4 is dequantized while it is read.
+whole tensors, and MXFP4 is dequantized by the reader.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -16,12 +15,10 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import FP8, Stored, StoredTensor
-from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed, unpack
-from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, timed
+from titanlite.checkpoint.folder import FP8, Stored
+from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.materialize import ReadRequest, Region
+from titanlite.materialize import ReadRequest
 
 
 class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
@@ -373,75 +370,9 @@ class ConvertingReader:
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
-        tensors, block = self._stored.tensors, self._stored.block
-        stored = {key: tensors[key] for key in keys}
-        regions = {key: whole(key, tensor.shape).region for key, tensor in stored.items()}
-        placed = {
-            key: (t.shape, place(t, regions[key], tensors, block)) for key, t in stored.items()
-        }
-        values = {
-            key: torch.empty(t.shape, dtype=dtype if t.dtype in FP8 else t.dtype)
-            for key, t in stored.items()
-        }
-        reader = SafetensorsReader(self.name, placed, self._stored.file_bytes)
-        reader.read_quietly([ReadRequest(key, regions[key], values[key]) for key in keys])
+        reader = SafetensorsReader.of_keys(self.name, self._stored, keys)
+        values = {}
+        for key in keys:
+            stored = self._stored.tensors[key].dtype
+            values[key] = reader.read_whole(key, dtype if stored in FP8 else stored)
         return values
-
-
-# --- MXFP4 of gpt-oss (`checkpoint.mxfp4`). The class has the matrix transposed: (E, C, R).
-
-
-class Mxfp4Reader:
-    """A `TensorReader` of MXFP4 weights: of each expert it reads the stored rows that a region
-    touches.
-    """
-
-    proves_coverage = True  # a region is written as a whole
-
-    def __init__(self, folder: str, stored: Stored) -> None:
-        self.name, self._packed = folder, find_packed(stored.tensors)
-        self._sources: dict[str, tuple[StoredTensor, StoredTensor]] = {}  # by name in the model
-        parts = {part.key: part for packed in self._packed.values() for part in packed}
-        placed = {
-            key: (part.shape, [Placed(part, whole(key, part.shape).region)])
-            for key, part in parts.items()
-        }
-        self._reader = SafetensorsReader(folder, placed, stored.file_bytes)
-        self._folder_bytes = sum(stored.file_bytes.values())
-
-    def add(self, name: str, shape: tuple[int, ...], key: str) -> str:
-        """Add the tensor `name` of `shape` (E, C, R), stored as the MXFP4 weight `key`; or return
-        what is wrong.
-        """
-        self._sources[name] = self._packed[key]
-        rows, columns = shape[:0:-1] if len(shape) == 3 else (0, 1)
-        return describe_misfit(self._packed[key], shape, rows, columns)
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast; errors are those of
-        `SafetensorsReader`.
-        """
-        sizes = [self._count_bytes(request) for request in requests]
-        with timed(f"reading MXFP4 of {self.name}", sum(sizes), self._folder_bytes):
-            for request, nbytes in zip(requests, sizes, strict=True):
-                for expert in range(request.region.lengths[0] if nbytes else 0):
-                    self._read_expert(request, expert)
-
-    def _read_expert(self, request: ReadRequest, expert: int) -> None:
-        (first, _, row), (_, _, rows) = request.region.starts, request.region.lengths
-        reads = []
-        for part in self._sources[request.name]:
-            lengths = (1, rows, *part.shape[2:])
-            region = Region((first + expert, row, *(0 for _ in part.shape[2:])), lengths)
-            values = torch.empty(lengths, dtype=torch.uint8, device=request.destination.device)
-            reads.append(ReadRequest(part.key, region, values))
-        self._reader.read_quietly(reads)
-        values = unpack(*(read.destination.squeeze(0) for read in reads))
-        request.destination[expert].copy_(values[:, request.region.slices[1]].mT)
-
-    def _count_bytes(self, request: ReadRequest) -> int:
-        region = request.region
-        parts = self._sources[request.name] if region.numel else ()
-        return sum(
-            region.lengths[0] * region.lengths[2] * math.prod(part.shape[2:]) for part in parts
-        )
