@@ -65,11 +65,11 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 1000 elements,
+    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 4000 bytes,
     cut anywhere.
     """
     monkeypatch.setattr(inspect_checkpoint, "format_size", lambda nbytes: f"{nbytes} B")
-    monkeypatch.setattr(export_checkpoint, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(writer, "JOB_BYTES", 4000)
     # would keep this test's standard output
     monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)
 
@@ -338,7 +338,7 @@ def test_what_cannot_be_written_leaves_nothing(command, hf_model, tmp_path, monk
         str(tmp_path / "file/out"), "Not a directory"
     )
     # fails when files are there
-    monkeypatch.setattr(export_checkpoint, "bytes_of", lambda flat: os.pread(-1, 1, 0))
+    monkeypatch.setattr(writer, "bytes_of", lambda flat: os.pread(-1, 1, 0))
     command("export", hf_model(), tmp_path / "out").assert_refused(
         str(tmp_path / "out"), "Bad file descriptor"
     )

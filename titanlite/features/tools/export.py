@@ -8,10 +8,11 @@ the size of the model, and the adapters of two layers.
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import cast
+from threading import Lock
 
 import torch
 
@@ -22,29 +23,21 @@ from titanlite.base.text import Parser, command
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
-from titanlite.checkpoint.hf_model import (
-    NativeFormat,
-    format_of,
-    index_of,
-    warn_of_sidecar,
-    weights_of,
-)
-from titanlite.checkpoint.pieces import SIDECAR_FILE, bytes_of, is_sidecar, whole
-from titanlite.checkpoint.reader import read_region, slabs, timed
-from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out
-from titanlite.config import ModelConfig
+from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
+from titanlite.checkpoint.pieces import whole
+from titanlite.checkpoint.reader import read_region
+from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out, write_items
 from titanlite.config.settings import spell_dtype
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.passengers import find_carried
 from titanlite.features.record.publish import render_merge_card
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
-from titanlite.features.transformers.checkpoint import saved_entries, stored_forms
+from titanlite.features.transformers.checkpoint import StoredForm, saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, Read, Region, TensorEntry, build_plan
-from titanlite.models.families import any_model_config_from_hf, family_of
+from titanlite.models.families import any_model_config_from_hf
 
-_CHUNK_ELEMENTS = 4 << 20
 _WEIGHT_SUFFIXES = {
     ".safetensors",
     ".bin",
@@ -58,7 +51,6 @@ _WEIGHT_SUFFIXES = {
     ".pkl",
 }
 _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
-_Values = Callable[[Region, torch.dtype], torch.Tensor]
 _TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
 
 
@@ -158,15 +150,18 @@ def export_checkpoint(
     plan = build_plan(
         model, [weights if adapters is None else MergedSource(weights, adapters, model)]
     )
+    entries = tuple(entry for entry in plan.entries if isinstance(entry.source, Read))
+    plan = replace(plan, entries=entries)
     if isinstance(model, TransformersModel):
-        files, values = _lay_out_transformers(plan, model, dtype)
+        files = _lay_out_transformers(plan, model, dtype)
     else:
-        assert isinstance(config, ModelConfig)
-        files, values = _lay_out(plan, config, dtype)
+        of_name = {entry.fqn: entry for entry in entries}
+        files = format_of(model).files(plan, dtype, exact=False)
+        files = _with_read(files, lambda item: partial(_read, of_name[item.name], item.dtype))
     if (carried := find_carried([weights], config, dtype)) is not None:
         rest |= carried.describe(rest)
-        values |= {copy: values[key] for copy, key in carried.originals(values).items()}
         files = carried.add_to(files)
+    files = _with_read(files, lambda item: partial(_read_float16, item))
     if adapters is not None:  # the card in `folder` is of another model
         merged = read_adapter(adapters)[1]
         name = str(dtype).removeprefix("torch.")
@@ -182,9 +177,7 @@ def export_checkpoint(
     try:
         with hidden_folder(out) as temporary:
             create_files(temporary, files)
-            nbytes = sum(file.nbytes for file in files)
-            with timed(f"writing {out}", nbytes, nbytes):
-                _copy_weights(files, values, temporary)
+            write_items(temporary, files, f"writing {out}")
             for name, content in (rest | index_of(files)).items():
                 (temporary / name).write_bytes(content)
             # the run's tokenizer may have another chat template than the model's
@@ -197,47 +190,15 @@ def export_checkpoint(
     warn_of_sidecar(config, files)
 
 
-def _lay_out(
-    plan: Plan, config: ModelConfig, dtype: torch.dtype
-) -> tuple[list[FileLayout], dict[str, _Values]]:
-    """Lay out the files; return them, and for each key where its values come from."""
-    family = family_of(config)
-    native = cast(NativeFormat, format_of(plan.model))
-    model: list[Item] = []
-    sidecar: list[Item] = []
-    values: dict[str, _Values] = {}
-    for entry in plan.entries:
-        if not isinstance(entry.source, Read):
-            continue
-        has_key = not is_sidecar(entry.fqn, family)
-        stored = entry.saved_dtype(dtype)
-        pieces = (
-            native.pieces(entry.fqn, entry.info.shape)
-            if has_key
-            else [whole(entry.fqn, entry.info.shape)]
-        )
-        for piece in pieces:
-            item = Item.of(piece, stored, entry.tensor, entry.region, mine=True)
-            (model if has_key else sidecar).append(item)
-            values[piece.key] = partial(_read, entry)
-    stem = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
-    return [*lay_out(model, "model"), *(lay_out(sidecar, stem) if sidecar else [])], values
-
-
 def _lay_out_transformers(
     plan: Plan, model: TransformersModel, dtype: torch.dtype
-) -> tuple[list[FileLayout], dict[str, _Values]]:
-    """Lay out as `_lay_out`, with the keys and layouts that the checkpoint has."""
-    entries = {
-        name: entry
-        for name, entry in saved_entries(plan.entries, model).items()
-        if isinstance(entry.source, Read)
-    }
+) -> list[FileLayout]:
+    """Lay out the files with the keys and layouts that the checkpoint has."""
+    entries = saved_entries(plan.entries, model)
     forms, rename = stored_forms(entries, model)
-    items: list[Item] = []
-    values: dict[str, _Values] = {}
+    lock = Lock()
 
-    # the tensors of a conversion follow one another, and each is asked for in pieces
+    # the tensors of a conversion follow one another, and each is asked for in parts
     @lru_cache(maxsize=1)
     def convert(group: str) -> dict[str, torch.Tensor]:
         found = groups[group].convert(read_whole, model)
@@ -245,51 +206,52 @@ def _lay_out_transformers(
 
     def read_whole(name: str) -> torch.Tensor:
         entry = entries[name]
-        return _read(entry, whole(entry.fqn, entry.info.shape).region, entry.dtype)
+        return _read(entry, entry.dtype, whole(entry.fqn, entry.info.shape).region)
 
-    def converted(group: str, key: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
-        return convert(group)[key][region.slices].to(dtype)
+    def read_converted(form: StoredForm, dtype: torch.dtype, region: Region) -> torch.Tensor:
+        with lock:
+            return convert(form.group.first)[form.key][region.slices].to(dtype)
 
     groups = {form.group.first: form.group for form in forms}
+    items = []
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         region = form.region or whole(form.key, form.shape).region
-        items.append(
-            Item(form.key, stored, region, form.shape, form.entry.tensor, region, mine=True)
+        read = (
+            partial(read_converted, form, stored)
+            if form.region is None
+            else partial(_read, form.entry, stored)
         )
-        direct = form.region is not None
-        values[form.key] = (
-            partial(_read, form.entry) if direct else partial(converted, form.group.first, form.key)
-        )
-    return lay_out(items, "model"), values
+        items.append(Item(form.key, stored, region, form.shape, torch.empty(0), region, True, read))
+    return lay_out(items, "model")
 
 
-def _read(entry: TensorEntry, region: Region, dtype: torch.dtype) -> torch.Tensor:
+def _read(entry: TensorEntry, dtype: torch.dtype, region: Region) -> torch.Tensor:
     assert isinstance(entry.source, Read)
     return read_region(entry.source.reader, entry.source.name, region, dtype)
 
 
-def _copy_weights(files: Sequence[FileLayout], values: Mapping[str, _Values], out: Path) -> None:
-    for file in files:
-        with open(out / file.name, "r+b") as handle:
-            for item, offset in file.items:
-                handle.seek(offset)
-                is_transposed = item.is_transposed
-                for region in slabs(item.region, _CHUNK_ELEMENTS, is_transposed=is_transposed):
-                    chunk = (
-                        item.read(region)
-                        if item.read is not None
-                        else values[item.key](region, item.dtype)
-                    )
-                    chunk = (chunk.mT if is_transposed else chunk).contiguous()
-                    if item.dtype == torch.float16 and not bool(chunk.isfinite().all()):
-                        raise CheckpointError(
-                            f"export: {item.key} has values that float16 cannot hold (beyond "
-                            "65504). Use bfloat16."
-                        )
-                    handle.write(bytes_of(chunk.view(-1)))
-            handle.flush()
-            os.fsync(handle.fileno())
+def _with_read(
+    files: Iterable[FileLayout], read_of: Callable[[Item], Callable[[Region], torch.Tensor] | None]
+) -> list[FileLayout]:
+    """Return the `files` with another `read` of each item."""
+    return [
+        replace(
+            file,
+            items=tuple((replace(item, read=read_of(item)), offset) for item, offset in file.items),
+        )
+        for file in files
+    ]
+
+
+def _read_float16(item: Item, region: Region) -> torch.Tensor:
+    assert item.read is not None
+    values = item.read(region)
+    if item.dtype == torch.float16 and not bool(values.isfinite().all()):
+        raise CheckpointError(
+            f"export: {item.key} has values that float16 cannot hold (beyond 65504). Use bfloat16."
+        )
+    return values
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
