@@ -324,9 +324,11 @@ class ShuffledOrder:
         return indices
 
 
-def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray) -> np.ndarray:
-    """Permute `places` (n,) int64 by a permutation of `num_sequences` that is keyed by (seed,
-    epoch).
+def permute_places(
+    seed: int, epoch: int, num_sequences: int, places: np.ndarray | None = None
+) -> np.ndarray:
+    """Permute `places` (n,) int64, by default all, by a permutation of `num_sequences` that is
+    keyed by (seed, epoch).
 
     A Feistel network over the next even number of bits; a result that is no sequence goes through
     it again until it is one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -337,6 +339,7 @@ def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray
     keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(
         _ROUNDS
     )
+    places = np.arange(num_sequences) if places is None else places
     found = places.astype(np.uint64)
     walking = np.ones(len(found), dtype=bool)
     while walking.any():
@@ -348,16 +351,3 @@ def permute_places(seed: int, epoch: int, num_sequences: int, places: np.ndarray
         found[walking] = left << half | right
         walking = found >= num_sequences
     return found.astype(np.int64)
-
-
-def get_permutation(seed: int, epoch: int, num_sequences: int) -> np.ndarray:
-    """Return a read-only permutation (num_sequences,) int64, the same on every machine and with
-    every numpy version.
-
-    numpy keeps the raw stream of its bit generators for good, but not what `Generator.permutation`
-    makes of it; so sequences are sorted by their raw random numbers.
-    """
-    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    permutation = np.argsort(np.random.Philox(key=key).random_raw(num_sequences), kind="stable")
-    permutation.flags.writeable = False  # callers share it through their caches
-    return permutation

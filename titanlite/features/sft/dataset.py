@@ -20,7 +20,7 @@ from titanlite.data.dataset import (
     ShuffledOrder,
     ShuffledSequences,
     get_num_held_out,
-    get_permutation,
+    permute_places,
 )
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.examples import Examples
@@ -217,9 +217,8 @@ def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet,
             "Add rows, or set data.validation_path, or data.validation_share = 0."
         )
     is_held_out = np.zeros(len(rows), dtype=bool)
-    is_held_out[
-        get_permutation(_HOLD_OUT_SEED, 0, len(rows))[: get_num_held_out(len(rows), share)]
-    ] = True
+    count = get_num_held_out(len(rows), share)
+    is_held_out[permute_places(_HOLD_OUT_SEED, 0, len(rows), np.arange(count))] = True
     return whole.subset(~is_held_out[row_of]), whole.subset(is_held_out[row_of])
 
 

@@ -30,8 +30,8 @@ from titanlite.data.dataset import (
     SequenceDataset,
     Source,
     TrainDataset,
-    get_permutation,
     get_sources,
+    permute_places,
 )
 from titanlite.data.loader import build_packed, resolve_tokenizer_path
 from titanlite.data.tokenizer import load_tokenizer
@@ -211,7 +211,7 @@ class _Order:
         quotas = self._count_first(stop) - before
         sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)
         number = period * -(-self.length // PERIOD) + piece
-        shuffled = sources[get_permutation(seed, number, stop - start)]
+        shuffled = sources[permute_places(seed, number, stop - start)]
         return period * self.length + start, period * self.quotas + before, shuffled
 
     def _count_first(self, places: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import get_cache_folder, write_atomic
-from titanlite.data.dataset import get_permutation
+from titanlite.data.dataset import permute_places
 from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import (
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 4  # raise it if blocks or their packing change
 _START = (0, 0)
 
-# blocks are small, and there may be several streams
-_get_order = lru_cache(maxsize=16)(get_permutation)
 _Place = tuple[int, int]  # file and number of the row after which a block begins, as in `Row`
 
 
@@ -163,8 +161,9 @@ class StreamDataset(ExampleSequences):
             self._get_block(len(self._ends))
         number = bisect_right(self._ends, sample, key=lambda end: end[1])
         block = self._get_block(number)
-        order = _get_order(self.seed, number, len(block.sequences))
-        return block.content, block.sequences[order[sample - self._count_until(number)]]
+        place = np.array([sample - self._count_until(number)])
+        (shuffled,) = permute_places(self.seed, number, len(block.sequences), place)
+        return block.content, block.sequences[shuffled]
 
     def _count_until(self, number: int) -> int:
         """Count the sequences before block `number`."""
