@@ -29,6 +29,7 @@ class Objective(Protocol):
     ) -> None:
         """Prepare for the run: called once before the first step, with all coming batches (on the
         host, lazy) and the model with the run's initial weights. Collective: every rank must call.
+        By default nothing is done.
         """
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -42,15 +43,10 @@ class Objective(Protocol):
         ...
 
 
-class NextToken:
+class NextToken(Objective):
     """Cross entropy of the labels; a unit is a token with a label."""
 
     metric_names: Sequence[str] = ()
-
-    def prepare(
-        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
-    ) -> None:
-        """Do nothing."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
