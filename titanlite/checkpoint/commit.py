@@ -86,7 +86,7 @@ def commit_folder(
 
 def _certified(files: Sequence[FileLayout]) -> list[Item]:
     """Return the items that are the model's, not the training state's."""
-    models = (f for f in files if "/" not in f.name or f.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
+    models = [f for f in files if f.is_of_model or f.name == f"{OWN_FOLDER}/{SIDECAR_FILE}"]
     return [item for file in models for item, _ in file.items]
 
 
@@ -225,16 +225,10 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def find_complete_before(folder: Path, step: int) -> int | None:
-    """Return the number of the newest complete checkpoint before `step`; None if there is none."""
-    return next(
-        (
-            s
-            for s in reversed(list_steps(folder))
-            if s < step and not check_folder(step_folder(folder, s))
-        ),
-        None,
-    )
+def find_newest_complete(folder: Path) -> int | None:
+    """Return the number of the newest complete checkpoint in `folder`; None if there is none."""
+    steps = reversed(list_steps(folder))
+    return next((step for step in steps if not check_folder(step_folder(folder, step))), None)
 
 
 def clean_up(folder: Path) -> None:

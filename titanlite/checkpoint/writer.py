@@ -68,13 +68,14 @@ class Item:
         mine: bool,
         name: str = "",
     ) -> "Item":
-        shard = local, local_region, mine
         return cls(
             piece.key,
             dtype,
             piece.region,
             piece.shape,
-            *shard,
+            local,
+            local_region,
+            mine,
             name=name,
             is_transposed=piece.is_transposed,
         )
@@ -94,6 +95,11 @@ class FileLayout:
     header: bytes
     items: tuple[tuple[Item, int], ...]
     nbytes: int
+
+    @property
+    def is_of_model(self) -> bool:
+        """Return True for a file of the Hugging Face model, next to its config.json."""
+        return "/" not in self.name
 
 
 def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> list[FileLayout]:

@@ -169,12 +169,11 @@ class CarriedTensors:
         """Lay out the model's `files` anew, with the passengers after its own tensors. The same on
         all ranks.
         """
-        models = [file for file in files if "/" not in file.name]
-        items = [item for file in models for item, _ in file.items]
+        items = [item for file in files if file.is_of_model for item, _ in file.items]
         carried = self._items({item.key: item for item in items})
         return [
             *lay_out([*items, *carried], "model"),
-            *(file for file in files if file not in models),
+            *(file for file in files if not file.is_of_model),
         ]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from titanlite.checkpoint import Progress
 from titanlite.checkpoint.commit import (
     MANIFEST_FILE,
     check_folder,
-    find_complete_before,
+    find_newest_complete,
     list_steps,
     step_folder,
 )
@@ -95,7 +95,7 @@ def find_model(command: str, name: str) -> Path:
     if inner is None:
         return folder  # reading it will report what is missing
     steps = list_steps(inner)
-    step = find_complete_before(inner, steps[-1] + 1)
+    step = find_newest_complete(inner)
     if step is None:
         problem = check_folder(step_folder(inner, steps[-1]))[0]
         raise CheckpointError(
