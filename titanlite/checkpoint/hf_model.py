@@ -3,7 +3,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,38 +165,67 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
     return stored
 
 
-class HFCheckpoint:
-    """A `SourceProvider`: every persistent tensor of the model is read from the stored tensors that
-    make it up.
+class StoredWeights:
+    """A `SourceProvider` of all persistent tensors of a model, from the tensors `stored` in
+    `folder`.
 
     Complete and strict: what is missing, unexpected, or of another shape is an error, all of them
     at once.
+
+    Attributes:
+        passengers: tensors that the model does not compute; known after the claims.
+        untied: what is wrong with tied tensors that are stored twice, by name.
+        absent_bias: a selection bias that the family has may be absent; then it is zero, or as its
+            class initializes it.
     """
 
     complete = True
 
-    def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
+    def __init__(self, folder: str, stored: Stored) -> None:
         self.name = f"checkpoint {folder}"
-        self.passengers = list[str]()  # tensors that the model does not compute; set by `__call__`
         self.folder = folder
+        self.stored = stored
+        self.passengers: list[str] = []
+        self.untied: Mapping[str, str] = {}
+        self.absent_bias = False
+        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        self.reader = SafetensorsReader(folder, self._placed, stored.file_bytes)
+
+    def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
+        """Return the source of a tensor that the stored `parts` make up."""
+        self._placed[name] = shape, parts
+        keeps_float32 = not self.stored.in_float32.isdisjoint(part.stored.key for part in parts)
+        return Read(self.reader, name, shape, keeps_float32)
+
+    def _claim_rest(
+        self, used: Collection[str], patterns: Iterable[str] = ()
+    ) -> list[tuple[str, Unfit]]:
+        """Find the passengers among the keys that are not `used`, and refuse the others."""
+        self.passengers = find_passengers(self.stored.tensors, used, patterns)
+        known = {*used, *self.passengers}
+        return [
+            (shown(key), Unfit(explain_unexpected(self.name)))
+            for key in self.stored.tensors
+            if key not in known and not key.endswith(IGNORED_SUFFIXES)
+        ]
+
+
+class HFCheckpoint(StoredWeights):
+    """The weights of the native decoder, under the keys of its family."""
+
+    def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
+        super().__init__(folder, with_base_prefix(stored))
         self._config = config
         self._family = family_of(config)
-        self.stored = with_base_prefix(stored)
         self.layout = find_layout(self.stored.tensors, self._family)
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
         self._packed = find_packed(self.stored.tensors)
-        # a selection bias that the family has may be absent; then it is zero
-        self.absent_bias = False
-        self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
-        self.reader: SafetensorsReader | None = None
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         claims: list[tuple[str, Source | Unfit]] = []
-        placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         used: set[str] = set()
-        self.reader = SafetensorsReader(self.folder, placed, self.stored.file_bytes)
         all_pieces = {
             name: self._pieces(name, info.shape)
             for name, info in tensors.items()
@@ -217,9 +246,7 @@ class HFCheckpoint:
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
             parts = [part for piece in found for part in self._place(piece, used, problems)]
             claims += [(name, Unfit(problem)) for problem in dict.fromkeys(problems)]
-            placed[name] = (info.shape, parts)
-            keeps_float32 = not self.stored.in_float32.isdisjoint(piece.key for piece in found)
-            claims.append((name, Read(self.reader, name, info.shape, keeps_float32)))
+            claims.append((name, self._claim_parts(name, info.shape, parts)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
         if not self._has_head and _HEAD in all_pieces:
             claims.append((_HEAD, Unfit(explain_absent_head(self.name))))
@@ -230,14 +257,7 @@ class HFCheckpoint:
         ]
         absent = [key for key in biases if key not in self.stored.tensors]
         claims += judge_absent_biases(self.name, absent, len(biases), allowed=self.absent_bias)
-        self.passengers = find_passengers(self.stored.tensors, used)
-        known = used.union(self.passengers)
-        claims += [
-            (shown(key), Unfit(explain_unexpected(self.name)))
-            for key in self.stored.tensors
-            if key not in known and not key.endswith(IGNORED_SUFFIXES)
-        ]
-        return claims
+        return claims + self._claim_rest(used)
 
     def _check_names(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
         """Raise CheckpointError if most tensors are stored under names that differ in one and the
@@ -430,7 +450,7 @@ class HFFormat:
 
 def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
     """Return the index of the model's `files` by its file name, if there are several."""
-    models = [file for file in files if "/" not in file.name]
+    models = [file for file in files if file.is_of_model]
     if len(models) < 2:
         return {}
     places = sorted((item.key, file.name) for file in models for item, _ in file.items)

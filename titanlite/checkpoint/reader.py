@@ -108,7 +108,7 @@ def place(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Overlap:
     """The overlap `box`, in the run-time tensor's coordinates, of one stored tensor and one
     request.
     """
@@ -184,7 +184,7 @@ class SafetensorsReader:
         shape = self._tensors[key][0]
         return read_region(self, key, whole(key, shape).region, dtype)
 
-    def _parts(self, request: ReadRequest) -> Iterator[_Part]:
+    def _parts(self, request: ReadRequest) -> Iterator[_Overlap]:
         where = f"checkpoint {self.name}"
         region = request.region
         if not request.destination.is_contiguous():
@@ -200,7 +200,7 @@ class SafetensorsReader:
                         f"{where}: {placed.stored.key} has parts of rows of {request.name}, which "
                         f"cannot be kept as {request.encoding.name}."
                     )
-                yield _Part(placed, request, box)
+                yield _Overlap(placed, request, box)
         if left:
             raise CheckpointError(
                 f"{where}: {request.name} is incomplete: {left} elements are missing."
@@ -296,7 +296,7 @@ def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
         return list(pool.map(lambda job: job(), jobs))
 
 
-def _jobs(parts: Sequence[_Part], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
+def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
     """Yield jobs, each for one thread: consecutive reads of a file."""
     buffers = threading.local()
     for part in parts:
@@ -327,7 +327,7 @@ def slabs(box: Region, elements: int, *, is_transposed: bool) -> Iterator[Region
 
 
 @torch.no_grad()
-def _memory(part: _Part) -> memoryview | None:
+def _memory(part: _Overlap) -> memoryview | None:
     """Return the memory that a part is read into without a buffer, if it is contiguous there."""
     if not part.is_copy:
         return None
@@ -364,7 +364,7 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
-def _read(files: Mapping[Path, int], part: _Part, buffers: threading.local) -> None:
+def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
     request = part.request
     placed = part.placed

@@ -5,7 +5,7 @@ it is saved to.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,20 +23,17 @@ from titanlite.checkpoint.folder import (
     StoredTensor,
     companions,
     find_scale,
-    shown,
 )
-from titanlite.checkpoint.hf_model import explain_untied, is_equal
+from titanlite.checkpoint.hf_model import StoredWeights, explain_untied, is_equal
 from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
-    IGNORED_SUFFIXES,
     MASTER_PREFIX,
     Piece,
     explain_unexpected,
-    find_passengers,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place, place_packed
+from titanlite.checkpoint.reader import Placed, place, place_packed
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.conversion import (
     ConvertingReader,
@@ -66,47 +63,34 @@ from titanlite.models.interface import is_adapter
 _UNTIE = ", and in its text_config if it has one; if both stay tied, correct the file"
 
 
-class TransformersCheckpoint:
-    """A `SourceProvider`: every persistent tensor of a transformers model, read through
-    transformers' own mapping.
-
-    Complete and strict as `HFCheckpoint`, with its attributes. Tensors that the class allows to be
-    absent may be.
+class TransformersCheckpoint(StoredWeights):
+    """The weights of a transformers model, read through transformers' own mapping. Tensors that the
+    class allows to be absent may be.
     """
 
-    complete = True
-
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
-        self.name, self.passengers = f"checkpoint {folder}", list[str]()
-        self.untied: Mapping[str, str] = {}  # what is wrong with tied tensors that are stored twice
-        # a selection bias may be absent; then it is as the class initializes it
-        self.absent_bias = False
-        self._folder, self.stored, self._model = folder, stored, model
-        self.reader: SafetensorsReader | None = None
+        super().__init__(folder, stored)
+        self._model = model
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        unexpected = self._claim_stored(tensors)
+        used = self._claim_stored(tensors)
         for name, info in tensors.items():
             master = self.stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, with fewer bits
-                self._claim_parts(
-                    name, info, [Placed(master, whole(name, info.shape).region)], master.shape
-                )
+                used.add(master.key)
+                parts = [Placed(master, whole(name, info.shape).region)]
+                self._claim_tensor(name, info, parts, master.shape)
         self._drop_tied(tensors)
         self._allow_absent(tensors)
         problems = self._explain_absent(tensors)
-        claims = [*self._claims.items(), *problems, *self._unexpected(unexpected)]
-        masters = (key for key in self.stored.tensors if key.startswith(MASTER_PREFIX))
-        unknown = [key for key in masters if key.removeprefix(MASTER_PREFIX) not in tensors]
-        return [*claims, *((shown(key), Unfit(explain_unexpected(self.name))) for key in unknown)]
+        patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
+        return [*self._claims.items(), *problems, *self._claim_rest(used, patterns)]
 
-    def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> list[str]:
-        """Claim all that is stored for `tensors`; return the rest."""
+    def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> set[str]:
+        """Claim all that is stored for `tensors`; return its keys."""
         self._claims: dict[str, Source | Unfit] = {}
-        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
         self._whole: dict[str, Group] = {}
-        self.reader = SafetensorsReader(self._folder, self._placed, self.stored.file_bytes)
-        converting = ConvertingReader(self._folder, self.stored, self._model, self._whole)
+        converting = ConvertingReader(self.folder, self.stored, self._model, self._whole)
         self._packed = find_packed(self.stored.tensors)
         parts = {part.key for packed in self._packed.values() for part in packed}
         parts.update(
@@ -119,14 +103,14 @@ class TransformersCheckpoint:
         ]
         keys = [*found, *self._packed]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
-        self._used = {*keys, *parts}.difference(unexpected)
+        used = {*keys, *parts}.difference(unexpected)
         for key in unexpected:
-            self._used.difference_update(
+            used.difference_update(
                 [part.key for part in self._packed.get(key, ())] or companions(key)
             )
         for group in groups:
             self._claim(group, tensors, converting)
-        return unexpected
+        return used
 
     def find_untied(self) -> dict[str, str]:
         """Return what is wrong with stored tensors that the model ties to others with other values,
@@ -161,7 +145,7 @@ class TransformersCheckpoint:
                 return
             region = whole(group.first, info.shape).region
             parts = place_packed(packed, region, is_transposed=True)
-            self._claim_parts(group.first, info, parts, info.shape)
+            self._claim_tensor(group.first, info, parts, info.shape)
             return
         try:
             try:
@@ -184,11 +168,11 @@ class TransformersCheckpoint:
             return
         for name, parts in placed.items():
             if name in tensors:
-                self._claim_parts(name, tensors[name], parts, found[name].shape)
+                self._claim_tensor(name, tensors[name], parts, found[name].shape)
             else:
                 self._claims[name] = Unfit(explain_unexpected(self.name))
 
-    def _claim_parts(
+    def _claim_tensor(
         self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]
     ) -> None:
         if shape != info.shape:
@@ -196,10 +180,7 @@ class TransformersCheckpoint:
                 f"{self.name} has it with shape {shape}, the model expects {info.shape}."
             )
             return
-        assert self.reader is not None
-        self._placed[name] = (shape, parts)
-        kept = not self.stored.in_float32.isdisjoint(part.stored.key for part in parts)
-        self._claims[name] = Read(self.reader, name, shape, kept)
+        self._claims[name] = self._claim_parts(name, shape, parts)
         self._whole.pop(name, None)
 
     def _meta(self, key: str) -> torch.Tensor:
@@ -268,16 +249,6 @@ class TransformersCheckpoint:
         ):
             problems += [(name, Unfit(explain_absent_head(self.name))) for name in absent]
         return problems
-
-    def _unexpected(self, keys: Iterable[str]) -> Iterable[tuple[str, Unfit]]:
-        patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
-        stored = [key for key in self.stored.tensors if not key.startswith(MASTER_PREFIX)]
-        self.passengers = find_passengers(stored, self._used, patterns)
-        known = {*self.passengers}
-        for key in keys:
-            first = self._packed[key][0].key if key in self._packed else key
-            if first not in known and not key.endswith(IGNORED_SUFFIXES):
-                yield shown(key), Unfit(explain_unexpected(self.name))
 
 
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
