@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -27,6 +28,7 @@ _IDLE_SHARE = 0.01  # of an even share of the tokens
 _MOST_LAYERS = 4  # that are named
 
 
+@dataclass
 class IdleExperts:
     """Warnings of idle experts: they got next to no token in a whole log interval of `log_freq`
     steps.
@@ -35,10 +37,11 @@ class IdleExperts:
     again where more become idle; `if_idle` says what to set.
     """
 
-    def __init__(self, log_freq: int, layers: Sequence[int], if_idle: str) -> None:
-        self._log_freq, self._layers, self._if_idle = log_freq, layers, if_idle
-        self._counts: torch.Tensor | None = None  # since the last multiple of `log_freq`
-        self._most = 0  # idle experts that the log has
+    log_freq: int
+    layers: Sequence[int]
+    if_idle: str
+    _counts: torch.Tensor | None = None  # since the last multiple of `log_freq`
+    _most: int = 0  # idle experts that the log has
 
     def look(self, step: int, counts: torch.Tensor) -> None:
         """Add the tokens of each expert (layers, E) in the steps up to `step`; warn at the end of
@@ -47,7 +50,7 @@ class IdleExperts:
         Synchronizes.
         """
         counts = counts if self._counts is None else self._counts + counts
-        self._counts = None if step % self._log_freq == 0 else counts
+        self._counts = None if step % self.log_freq == 0 else counts
         if self._counts is not None:
             return
         shares = counts * counts.shape[1] / counts.sum(dim=1, keepdim=True)
@@ -55,8 +58,7 @@ class IdleExperts:
         total = sum(num_idle)
         if total > self._most:
             found = [
-                f"{count} of {counts.shape[1]} in layer "
-                f"{self._layers[row] if self._layers else row}"
+                f"{count} of {counts.shape[1]} in layer {self.layers[row] if self.layers else row}"
                 for row, count in enumerate(num_idle)
                 if count
             ]
@@ -65,10 +67,10 @@ class IdleExperts:
                 "%s. %s",
                 *(
                     _IDLE_SHARE,
-                    step - self._log_freq + 1,
+                    step - self.log_freq + 1,
                     step,
                     list_names(found, most=_MOST_LAYERS),
-                    self._if_idle,
+                    self.if_idle,
                 ),
             )
         self._most = max(self._most, total) if total else 0

@@ -11,7 +11,7 @@ whole tensors, and MXFP4 is dequantized by the reader.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -338,6 +338,7 @@ def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[A
     return list(groups.values())
 
 
+@dataclass(frozen=True)
 class ConvertingReader:
     """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers
     does, and cuts.
@@ -346,13 +347,11 @@ class ConvertingReader:
     bytes of its tensors.
     """
 
-    proves_coverage = False
-
-    def __init__(
-        self, folder: str, stored: Stored, model: TransformersModel, groups: Mapping[str, Group]
-    ) -> None:
-        self.name = folder
-        self._stored, self._model, self._groups = stored, model, groups
+    name: str  # folder
+    stored: Stored
+    model: TransformersModel
+    groups: Mapping[str, Group]  # by the name of each target
+    proves_coverage: ClassVar[bool] = False
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of
@@ -360,19 +359,19 @@ class ConvertingReader:
         """
         by_group: dict[str, list[ReadRequest]] = {}
         for request in requests:
-            by_group.setdefault(self._groups[request.name].first, []).append(request)
+            by_group.setdefault(self.groups[request.name].first, []).append(request)
         for of_group in by_group.values():
-            group = self._groups[of_group[0].name]
+            group = self.groups[of_group[0].name]
             values = self._read_whole(group.keys, of_group[0].destination.dtype)
-            found = group.convert(values.__getitem__, self._model)
+            found = group.convert(values.__getitem__, self.model)
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
-        reader = SafetensorsReader.of_keys(self.name, self._stored, keys)
+        reader = SafetensorsReader.of_keys(self.name, self.stored, keys)
         values = {}
         for key in keys:
-            stored = self._stored.tensors[key].dtype
+            stored = self.stored.tensors[key].dtype
             values[key] = reader.read_whole(key, dtype if stored in FP8 else stored)
         return values
