@@ -5,6 +5,7 @@ Everything of torchrun that torch may change is in `Agent`.
 """
 
 import os
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -25,8 +26,6 @@ from titanlite.launch.protocol import (
     Beat,
     Restart,
     forget_last_start,
-    lost_path,
-    lost_peers,
     note_restart,
     read_beats,
     say,
@@ -37,8 +36,6 @@ from titanlite.launch.protocol import (
 _HANG = 124  # exit code, as of timeout(1)
 # Time for the other ranks to print the same error and end, after one rank has failed.
 _LAST_WORDS_S = 0.5
-# A collective that failed because a rank died: the death shows within this time.
-_DEATH_SHOWS_S = 1.5
 _LOOK_EVERY_S = 0.5
 
 
@@ -127,12 +124,6 @@ class Guard:
         self._end(pids)
 
     def _is_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int]) -> bool:
-        if any(
-            age > _DEATH_SHOWS_S
-            for rank, age in lost_peers(self._folder).items()
-            if rank in running
-        ):
-            return True
         now = time.monotonic()
         limited = [beat for rank, beat in beats.items() if rank in running and beat.limit_s]
         return any(now - beat.time_s > beat.limit_s for beat in limited)
@@ -264,14 +255,7 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
     try:
         kept.mkdir(parents=True, exist_ok=True)
         for rank in beats:
-            sources = [
-                path
-                for path in (lost_path(folder, rank), stack_path(folder, rank))
-                if path.exists()
-            ]
-            (kept / f"rank-{rank}.txt").write_bytes(
-                b"\n".join(path.read_bytes() for path in sources)
-            )
+            shutil.copyfile(stack_path(folder, rank), kept / f"rank-{rank}.txt")
     except OSError:
         return None
     return kept

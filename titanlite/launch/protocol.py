@@ -47,6 +47,8 @@ STACK_SIGNAL = signal.SIGUSR1
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
+# A collective that failed because a rank died: the death shows within this time.
+_DEATH_SHOWS_S = 1.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within
 # this time.
@@ -164,35 +166,6 @@ def claim(name: str) -> bool:
     return True
 
 
-def lost_path(folder: str | Path, rank: int) -> Path:
-    """File with the stack of a rank in a collective that failed."""
-    return Path(folder, f"lost-{rank}")
-
-
-def note_lost_peer(error: BaseException) -> None:
-    """Note that a collective of this rank failed because a peer is gone or hangs, with the stack of
-    the call.
-    """
-    folder = os.environ.get(NOTICE_FOLDER)
-    if folder is None:
-        return
-    path = lost_path(folder, _heart.beat.rank)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(traceback.format_exception(error)))
-    temporary.rename(path)
-
-
-def lost_peers(folder: str | Path) -> dict[int, float]:
-    """Return the seconds since each rank noted that it has lost a peer, by rank; for the
-    launcher.
-    """
-    now = time.time()
-    found = {}
-    for path in Path(folder).glob("lost-*"):
-        found[int(path.name.removeprefix("lost-"))] = now - path.stat().st_mtime
-    return found
-
-
 @dataclass(frozen=True)
 class Beat:
     """The latest sign of life of a rank."""
@@ -265,6 +238,24 @@ def beat(phase: str, step: int | None = None) -> None:
         limit_s=heart.beat.timeout_s if limited else 0.0,
         trains=heart.beat.trains or phase in _OF_A_STEP,
     )
+    _write_beat(heart)
+
+
+def note_lost_peer(error: BaseException) -> None:
+    """Note that a collective of this rank failed because a peer is gone or hangs: with the stack of
+    the call among its stacks, and as hung unless the death shows soon.
+    """
+    heart = _heart
+    if heart.stacks is None:
+        return
+    traceback.print_exception(error, file=heart.stacks)
+    heart.stacks.flush()
+    waited_s = time.monotonic() - heart.beat.time_s
+    heart.beat = replace(heart.beat, limit_s=waited_s + _DEATH_SHOWS_S)
+    _write_beat(heart)
+
+
+def _write_beat(heart: _Heart) -> None:
     if heart.file is not None:
         os.pwrite(heart.file, json.dumps(asdict(heart.beat)).encode().ljust(_RECORD_BYTES), 0)
 

@@ -110,14 +110,10 @@ def is_this_machine(host: str) -> bool:
     """Return True if an address of `host` belongs to this machine. Raises ConfigError: `host`
     cannot be resolved.
     """
-    for address in resolve(host):
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            try:
-                probe.bind((address, 0))
-            except OSError:
-                continue
-            return True
-    return False
+    # The route to an address of its own begins at that address.
+    return any(
+        _is_loopback(address) or _source_towards(address) == address for address in resolve(host)
+    )
 
 
 def resolve(host: str) -> list[str]:
