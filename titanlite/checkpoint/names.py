@@ -2,7 +2,6 @@
 of all others.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -44,10 +43,8 @@ def explain_absent_head(where: str) -> str:
 
 
 def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
-    """Return the one difference between most `stored` and most `expected` keys, and what to do;
-    else nothing.
-
-    The difference is a prefix, or segments such as those of wrappers.
+    """Return the prefix in which most `stored` keys differ from most `expected` ones, and what to
+    do; else nothing.
     """
     wanted = list(expected)
     for anchor in wanted[:: max(1, len(wanted) // 8)]:
@@ -64,17 +61,7 @@ def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
             return f"its keys begin with '{old}', {names}. " + _REWRITE.format(
                 f"key.replace('{old}', '{ours}', 1)"
             )
-    known = {segment for key in wanted for segment in key.split(".")}
-    foreign = Counter(segment for key in stored for segment in {*key.split(".")} - known)
-    extra = [segment for segment, count in foreign.items() if 2 * count > len(stored)]
-    bare = {
-        ".".join(segment for segment in key.split(".") if segment not in extra) for key in stored
-    }
-    if 2 * len(bare.intersection(wanted)) <= len(wanted):
-        return ""
-    names = " and ".join(f"'{shown(segment)}.'" for segment in extra)
-    rename = "".join(f".replace('{shown(segment)}.', '')" for segment in extra)
-    return f"its keys contain {names}, which the model's do not. " + _REWRITE.format(f"key{rename}")
+    return ""
 
 
 _REWRITE = (

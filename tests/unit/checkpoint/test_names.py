@@ -2,7 +2,6 @@
 not finite.
 """
 
-import re
 from itertools import cycle
 
 import pytest
@@ -54,22 +53,6 @@ def test_a_wrong_prefix_is_one_sentence_that_names_it(models, tmp_path, name, pr
     assert f"key.replace('{prefix}', '', 1)" in text and "missing" not in text and "\n" not in text
     rewrite(tmp_path, lambda key: key.replace(prefix, "", 1))
     load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["qwen3, tied", "mixtral, untied"])
-def test_wrappers_inside_of_names_are_one_sentence(models, tmp_path, name):
-    """As FSDP1 and torch.compile of each layer leave them in a state dict."""
-    models[name].save_pretrained(tmp_path)
-    rewrite(
-        tmp_path, lambda key: re.sub(r"(layers\.\d+)", r"\1._fsdp_wrapped_module._orig_mod", key)
-    )
-    text = refusal(tmp_path)
-    assert (
-        "'_fsdp_wrapped_module.'" in text
-        and "'_orig_mod.'" in text
-        and "missing" not in text
-        and "\n" not in text
-    )
 
 
 def test_a_prefix_in_place_of_another_is_one_sentence(models, tmp_path):
