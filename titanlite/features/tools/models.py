@@ -6,9 +6,7 @@ loaded, and inspected.
 
 import os
 import sys
-import tomllib
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,7 +14,6 @@ import torch.distributed as dist
 
 from titanlite.assemble import build_model
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
-from titanlite.base.log import logger
 from titanlite.base.text import (
     Parser,
     command,
@@ -109,46 +106,27 @@ def find_model(command: str, name: str) -> Path:
 
 
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
-    """Return the folder of the model that the adapters in the folder `adapter` are for.
-
-    The folder or hub id `asked`, if given; otherwise the model that adapter_config.json names; if
-    that is gone, the one that the configuration of their run names.
+    """Return the folder of the model that the adapters in the folder `adapter` are for: the folder
+    or hub id `asked`, if given; otherwise the model that adapter_config.json names.
 
     Raises:
         CheckpointError: the adapters are damaged.
-        ConfigError: there is no such model, and under which names it was looked for.
+        ConfigError: there is no such model.
     """
-    places = {"--base": asked} if asked is not None else _names_of_base(adapter)
-    problems = []
-    for place, name in places.items():
-        try:
-            folder = Path(local_folder(place, name, weights=True)) if name else None
-        except ConfigError as error:
-            problems.append(str(error))
-            continue
-        if folder is not None and folder.is_dir():
-            if problems:
-                logger.warning("%s: %s It is %s by %s.", command, problems[0], name, place)
-            return folder
-        problems.append(f"{place} names {f'{name}, which is no folder' if name else 'no model'}.")
+    place, name = "--base", asked
+    remedy = "Correct it."
     if asked is None:
-        problems.append("Give the model that the adapters were trained on with --base MODEL.")
-    raise ConfigError(f"{command}: {' '.join(problems)}")
-
-
-def _names_of_base(adapter: Path) -> dict[str, str]:
-    """Return what adapter_config.json and the configuration of the run call the model, by the file
-    that says so.
-    """
-    names = {str(adapter / ADAPTER_CONFIG): read_adapter(adapter)[1].base}
-    for parent in adapter.absolute().parents[:3]:
-        with suppress(OSError, ValueError):
-            table = tomllib.loads((parent / "config.toml").read_text(encoding="utf-8"))
-            name = table.get("model", {}).get("path") or table.get("checkpoint", {}).get(
-                "initial_load_path"
-            )
-            return names | {str(parent / "config.toml"): str(name or "")}
-    return names
+        place, name = str(adapter / ADAPTER_CONFIG), read_adapter(adapter)[1].base
+        remedy = "Give the model that the adapters were trained on with --base MODEL."
+    if not name:
+        raise ConfigError(f"{command}: {place} names no model. {remedy}")
+    try:
+        folder = Path(local_folder(place, name, weights=True))
+    except ConfigError as error:
+        raise ConfigError(f"{command}: {error} {remedy}") from None
+    if not folder.is_dir():
+        raise ConfigError(f"{command}: {place} names {name}, which is no folder. {remedy}")
+    return folder
 
 
 def load_model(
