@@ -365,7 +365,7 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     rows, problems = [], []
     try:
         for number, row in read_rows(path):
-            place = f"{path}, line {number}"
+            place = f"{path}, row {number}"
             try:
                 if not isinstance(row, dict):
                     raise DataError(f"{place}: {row}")

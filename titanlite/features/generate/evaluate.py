@@ -43,7 +43,7 @@ class EvaluationPrompt(NamedTuple):
 
     prompt_ids: list[int]  # what the model gets at inference, generation prompt included
     reference: str  # decoded without special tokens: compare with a generation decoded that way
-    where: str  # file and line, or row
+    where: str  # file and row
 
 
 def evaluation_prompts(dataset: TrainDataset, tokenizer: Any) -> list[EvaluationPrompt]:

@@ -285,7 +285,7 @@ def _read_prompts(path: Path) -> list[Any]:
     where = f"generate: --prompts-file {path}"
     try:
         if path.suffix == ".jsonl":
-            return [_read_prompt(f"{where}, line {number}", row) for number, row in read_rows(path)]
+            return [_read_prompt(f"{where}, row {number}", row) for number, row in read_rows(path)]
         text = read_regular(path, 2**30).decode("utf-8")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None

@@ -41,7 +41,7 @@ _COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
 class ShownDocument:
     """A document, as far as a sequence holds it."""
 
-    place: str  # file and line, row or token where it is from; control characters are escaped
+    place: str  # file and row, or tokens, where it is from; control characters are escaped
     side: str  # "chosen" or "rejected" of a pair, otherwise ""
     ids: list[int]
     trained: list[bool]  # for each token, whether it is a label

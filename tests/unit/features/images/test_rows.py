@@ -111,23 +111,23 @@ def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (b"{", r"chats\.jsonl, line 2: not valid JSON"),
-        ({"text": "a"}, r"line 2: has no list of messages"),
-        ({"messages": ["hello"]}, r"line 2: messages\[0\] has no role"),
+        (b"{", r"chats\.jsonl, row 2: not valid JSON"),
+        ({"text": "a"}, r"row 2: has no list of messages"),
+        ({"messages": ["hello"]}, r"row 2: messages\[0\] has no role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            r"line 2: messages\[0\]\.content\[0\]",
+            r"row 2: messages\[0\]\.content\[0\]",
         ),
-        ({"messages": [{"role": "user", "content": "a"}]}, r"line 2: has no image"),
+        ({"messages": [{"role": "user", "content": "a"}]}, r"row 2: has no image"),
         (
             chat("red.png", tools=[{"name": "f"}]),
-            r"line 2: has 'tools', which chats with images do not take",
+            r"row 2: has 'tools', which chats with images do not take",
         ),
-        (chat("nowhere.png"), r"line 2: cannot read .*nowhere\.png: No such file or directory"),
-        (chat("broken.png"), r"line 2: .*broken\.png (does not decode|is no image)"),
+        (chat("nowhere.png"), r"row 2: cannot read .*nowhere\.png: No such file or directory"),
+        (chat("broken.png"), r"row 2: .*broken\.png (does not decode|is no image)"),
         (
             chat("red.png", "w1 " * 30),
-            r"line 2: 41 tokens with the images, but training\.seq_len is 20",
+            r"row 2: 41 tokens with the images, but training\.seq_len is 20",
         ),
         (
             chat("red.png") | {"messages": chat("red.png")["messages"][:1]},
