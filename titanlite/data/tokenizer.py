@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -61,16 +61,12 @@ _NOT_WRITTEN = (
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
 
-_serialized: WeakKeyDictionary["PreTrainedTokenizerFast", str] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=2)
 def serialize(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return its tokenizer.json as text. Cached: it takes a third of a second for 150 k tokens, and
     never changes.
     """
-    if tokenizer not in _serialized:
-        _serialized[tokenizer] = tokenizer.backend_tokenizer.to_str()
-    return _serialized[tokenizer]
+    return tokenizer.backend_tokenizer.to_str()
 
 
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
