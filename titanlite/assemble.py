@@ -18,6 +18,7 @@ from titanlite.base.agree import new_host_group, on_first_rank
 from titanlite.base.errors import ConfigError, TitanliteError, raise_problems
 from titanlite.base.events import open_events
 from titanlite.base.extension import is_extension
+from titanlite.base.files import FolderLock
 from titanlite.base.log import logger
 from titanlite.base.process import keep_freed_memory
 from titanlite.base.text import format_count, format_size
@@ -86,7 +87,7 @@ from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.features.verify.of_run import certify_checkpoints
 from titanlite.launch.process_group import init_distributed
-from titanlite.launch.protocol import beat
+from titanlite.launch.protocol import beat, configure_heartbeat
 from titanlite.materialize import Plan, SourceProvider, materialize
 from titanlite.metrics import run_folder
 from titanlite.metrics.flops import train_flops_per_token
@@ -181,6 +182,7 @@ def begin(checked: Checked) -> Run:
     """
     job = checked.job
     folder = Path(job.job.dump_folder)
+    configure_heartbeat(job.comm.timeout_seconds, job.job.stop_grace_seconds, folder)
     beat("loading", 0)
     prepare_process(job, folder)
     device = init_distributed(job.comm.timeout_seconds)
@@ -546,10 +548,13 @@ def build_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Turn an error of torch that a setting or full memory caused into one that names it; None for
-    other errors.
+    """Return an error that ends a run as one for the user: itself, or one that names the setting or
+    the full memory that made torch raise it; None for other errors.
+
+    The folder of a run that was refused before it wrote there is removed.
     """
-    return explain_failure(error, job)
+    FolderLock.remove_unused()
+    return error if isinstance(error, TitanliteError) else explain_failure(error, job)
 
 
 def close(exit_code: int) -> None:

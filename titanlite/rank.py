@@ -44,9 +44,8 @@ with lean_imports():
 
     from titanlite.assemble import assemble, close, explain
     from titanlite.base.agree import is_lost_peer
-    from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
+    from titanlite.base.errors import NOTICE_FOLDER
     from titanlite.base.events import record_event
-    from titanlite.base.files import FolderLock
     from titanlite.config import load_config
     from titanlite.launch.process_group import end_distributed
     from titanlite.preflight import check
@@ -68,9 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = load_config(sys.argv[1:] if argv is None else argv)
         checked = check(job, read_world_size())
         job = checked.job
-        protocol.configure_heartbeat(
-            job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder
-        )
         if job.job.description:
             logger.info("job: %s", job.job.description)
         trainer = assemble(checked)
@@ -78,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if trainer.stopping and not job.checkpoint.enable:
             code = 128 + signal.SIGTERM  # what was trained is lost
     except Exception as error:  # noqa: BLE001 - `_fail` raises or reports it
-        FolderLock.remove_unused()
-        refusal = error if isinstance(error, TitanliteError) else explain(error, job)
+        refusal = explain(error, job)
         if refusal is None:
             _fail(error)
         # On the first rank of this machine that has this error; without a launcher to agree

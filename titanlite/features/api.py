@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from titanlite import TrainResult
 from titanlite.assemble import assemble, close, explain
-from titanlite.base.errors import NOTICE_FOLDER, TitanliteError
+from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.events import open_events, record_event
-from titanlite.base.files import FolderLock
 from titanlite.base.log import logger, setup_logger, warn_once
 from titanlite.base.process import environment_kept, read_variable, read_world_size
 from titanlite.config import JobConfig
@@ -38,15 +37,11 @@ def train(config: Config, overrides: Sequence[str], sections: Mapping[str, Any])
             ranks = dist.get_world_size() if dist.is_initialized() else read_world_size()
             checked = check_all(job, (ranks,), weights=True)
             job = checked.job
-            protocol.configure_heartbeat(
-                job.comm.timeout_seconds, job.job.stop_grace_seconds, job.job.dump_folder
-            )
             trainer = assemble(checked)
             trainer.train()
             code = 0
         except Exception as error:
-            FolderLock.remove_unused()
-            refusal = error if isinstance(error, TitanliteError) else explain(error, job)
+            refusal = explain(error, job)
             text = f"{type(error).__name__}: {error}" if refusal is None else str(refusal)
             record_event("error", text.partition(". ")[0], protocol.steps_done())
             if refusal is None or refusal is error:

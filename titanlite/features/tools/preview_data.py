@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from titanlite.assemble import build_data, check_data, fit_vocabulary, refuse
-from titanlite.base.errors import ConfigError, DataError, raise_problems
+from titanlite.base.errors import DataError
 from titanlite.base.log import logger
 from titanlite.base.process import escape_controls, raw_output, read_variable
 from titanlite.base.text import Parser, command, format_count
 from titanlite.checkpoint.start import look_for_start
 from titanlite.config import load_config
-from titanlite.config.assets import find_missing_files
 from titanlite.data.dataset import PackedDataset, SequenceDataset, TrainDataset, get_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.data.tokenizer import count_ids
@@ -31,7 +30,7 @@ from titanlite.features.sft.examples import sum_counts
 from titanlite.features.sft.unread import UNREAD, describe_unread
 from titanlite.features.streams.mixture import MixtureDataset, naming_source
 from titanlite.features.streams.stream import StreamDataset
-from titanlite.preflight import check
+from titanlite.preflight import check_all
 
 _CANDIDATES = 64  # samples to choose from
 _COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
@@ -172,8 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logger.setLevel(logging.ERROR)  # the report has it all, in order
     try:
         job = load_config(rest)
-        raise_problems(ConfigError, "configuration", find_missing_files(job))
-        checked = check(job, known.world_size, weights=False)
+        checked = check_all(job, (known.world_size,), weights=False)
         start = look_for_start(job.checkpoint, checked.job.job.dump_folder)
         job = with_chat_date(checked.job, start)
         tokenizer, loader = build_data(job, 0, checked.degrees.dp, start)
