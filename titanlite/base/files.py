@@ -25,13 +25,7 @@ from titanlite.base.text import describe_error
 
 _MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_MOST_JSON_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+_MOST_READ_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
 
 
 def check_regular(path: str | Path) -> os.stat_result:
@@ -44,8 +38,7 @@ def check_regular(path: str | Path) -> os.stat_result:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
     if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status
 
 
@@ -59,9 +52,9 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
     return open(path, mode, **options)
 
 
-def read_regular(path: str | Path, most_bytes: int | None = None) -> bytes:
+def read_regular(path: str | Path, most_bytes: int | None = _MOST_READ_BYTES) -> bytes:
     """Return the content of a regular file. Raises OSError: as `open_regular`, or it has more than
-    `most_bytes`.
+    `most_bytes`; None: no limit.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -88,7 +81,7 @@ def read_json(path: str | Path) -> Any:
     Raises OSError, as `read_regular`, or ValueError: it is no UTF-8 or no JSON, or nested too
     deeply.
     """
-    return parse_json(read_regular(path, _MOST_JSON_BYTES).decode("utf-8"))
+    return parse_json(read_regular(path).decode("utf-8"))
 
 
 class AppendedFile:

@@ -51,7 +51,6 @@ Every setting with its type and default: docs/config.md
 """
 
 _FILE_FLAGS = ("config", "job.config_file")
-_MOST_FILE_BYTES = 16 << 20
 CODE = "configuration"  # the place of a setting that Python gives
 _KINDS = {
     int: "a whole number",
@@ -178,7 +177,7 @@ class Reader:
         read.
         """
         try:
-            return tomllib.loads(read_regular(path, _MOST_FILE_BYTES).decode("utf-8"))
+            return tomllib.loads(read_regular(path).decode("utf-8"))
         except OSError as error:
             file = Path(path)
             what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror

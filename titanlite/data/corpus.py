@@ -86,7 +86,7 @@ class Corpus:
             try:
                 # decode() and not open(): text mode would turn \r\n into \n, and the digest is
                 # over the bytes.
-                text = read_regular(path).decode("utf-8")
+                text = read_regular(path, None).decode("utf-8")
             except OSError as error:
                 raise DataError(
                     f"data: cannot read {path}: {error.strerror}. Check data.path and its "

@@ -79,9 +79,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, impatient
         SPECIAL[kind](path)
         with pytest.raises(TitanliteError) as caught:
             open_it(path)
-        assert re.search(
-            rf"{re.escape(name)}.*it is {kind}, not a regular file", str(caught.value)
-        ), name
+        assert re.search(rf"{re.escape(name)}.*it is not a regular file", str(caught.value)), name
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -90,12 +88,14 @@ def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, run_
     SPECIAL[kind](path)
     before = path.lstat()
     for write in (lambda: AppendedFile(path).append(b"x"), lambda: replace_file(path, "x")):
-        with pytest.raises(OSError, match=f"it is {kind}, not a regular file"):
+        with pytest.raises(OSError, match="it is not a regular file"):
             write()
     assert path.lstat().st_ino == before.st_ino
 
     def rank_main():
-        with pytest.raises(ConfigError, match=rf"cannot write to .*it is {kind}, .*metrics\.jsonl"):
+        with pytest.raises(
+            ConfigError, match=r"cannot write to .*it is not a regular file: .*metrics\.jsonl"
+        ):
             make_dump_folder(JobConfig(), tmp_path)
 
     run_ranks(1, rank_main)

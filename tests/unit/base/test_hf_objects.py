@@ -174,7 +174,5 @@ def test_special_files_are_refused_before_they_are_opened(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     os.mkfifo(tmp_path / "chat_template.jinja")
     for load in (load_tokenizer, load_processor):
-        with pytest.raises(
-            DataError, match=r"it is a named pipe, not a regular file: .*chat_template\.jinja"
-        ):
+        with pytest.raises(DataError, match=r"it is not a regular file: .*chat_template\.jinja"):
             load(str(tmp_path))

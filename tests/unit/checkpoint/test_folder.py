@@ -144,7 +144,7 @@ NO_OBJECT = {
     "deep": (b"[" * 100_000, "is not valid JSON: "),
     "list": (b"[]", "is not a JSON object"),
     "folder": (None, "it is a folder"),
-    "pipe": ("", "named pipe"),
+    "pipe": ("", "not a regular file"),
 }
 
 

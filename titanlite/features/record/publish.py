@@ -33,7 +33,6 @@ from titanlite.metrics.point import Results
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
-_MOST_CARD_BYTES = 16 << 20
 _TAG, _DATASETS = "- titanlite", "datasets:"  # lines of the header
 _QUOTES = "\"'"
 
@@ -174,7 +173,7 @@ def _read_card(folder: Path) -> tuple[list[str], str]:
     """
     path = folder / "README.md"
     try:
-        text = read_regular(path, _MOST_CARD_BYTES).decode("utf-8") if path.is_file() else ""
+        text = read_regular(path).decode("utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return [], ""
     parts = text.split("---\n", 2)
@@ -344,7 +343,7 @@ def _get_config(job: JobConfig) -> dict[str, dict[str, Any]]:
 def _get_id(path: Path) -> str:
     """Return the id in the file; write a new id if the file does not exist."""
     with suppress(OSError):
-        return read_regular(path, 1024).decode("ascii").strip()
+        return read_regular(path).decode("ascii").strip()
     name = uuid.uuid4().hex[:12]
     try:
         replace_file(path, name + "\n")

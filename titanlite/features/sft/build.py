@@ -33,8 +33,6 @@ from titanlite.features.sft.unread import describe_unread
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_MOST_TEMPLATE_BYTES = 16 << 20
-
 
 def build_sft(job: JobConfig) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
     """Build the tokenizer and the dataset of `data.dataset` = "examples"."""
@@ -112,7 +110,7 @@ def get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 def _read_template(path: str) -> str:
     try:
-        return read_regular(Path(path).expanduser(), _MOST_TEMPLATE_BYTES).decode("utf-8")
+        return read_regular(Path(path).expanduser()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template: cannot read {path}: {error}. Set it to a Jinja file in UTF-8."

@@ -286,7 +286,7 @@ def _read_prompts(path: Path) -> list[Any]:
     try:
         if path.suffix == ".jsonl":
             return [_read_prompt(f"{where}, row {number}", row) for number, row in read_rows(path)]
-        text = read_regular(path, 2**30).decode("utf-8")
+        text = read_regular(path).decode("utf-8")
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
