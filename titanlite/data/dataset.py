@@ -185,14 +185,24 @@ def get_sources(dataset: TrainDataset) -> list[Source]:
 
 
 class ShuffledSequences:
-    """A `SequenceDataset` of sequences in a shuffled order, and held-out ones after them."""
+    """A `SequenceDataset` of sequences in a shuffled order, and held-out ones after them.
 
-    order: "ShuffledOrder"
+    Training sample n is number n % N of epoch n // N, and each epoch is a permutation of the N
+    sequences that depends on (seed, epoch) alone. It is computed place by place (`permute_places`):
+    to hold one of 244 million sequences would take 6 GB.
+    """
+
     num_train_sequences: int
     num_validation_sequences: int
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        return self.order.get_indices(seed, start, stop)
+        samples = np.arange(start, stop, dtype=np.int64)
+        epochs, places = np.divmod(samples, self.num_train_sequences)
+        indices = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = permute_places(seed, int(epoch), self.num_train_sequences, places[here])
+        return indices
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
         return (
@@ -235,7 +245,6 @@ class PackedDataset(ShuffledSequences):
         self.validation_share = validation_share
         self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
-        self.order = ShuffledOrder(self.num_train_sequences)
 
     def count_sequences(self, tokenized: TokenizedCorpus, seq_len: int) -> int:
         """Count the sequences: the last label needs one more token."""
@@ -300,28 +309,6 @@ def get_num_held_out(total: int, share: float | None = None) -> int:
     if share is None:
         return max(-(-total // 100), min(64, total // 10), 1)
     return min(max(round(share * total), 1), total - 1) if share else 0
-
-
-class ShuffledOrder:
-    """An endless order of `num_sequences` sequences, for any seed.
-
-    Sample n is number n % N of epoch n // N, and each epoch is a permutation of the N sequences
-    that depends on (seed, epoch) alone. It is computed place by place (`permute_places`): to hold
-    one of 244 million sequences would take 6 GB.
-    """
-
-    def __init__(self, num_sequences: int) -> None:
-        self.num_sequences = num_sequences
-
-    def get_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Sequence indices (stop - start,) int64 of the samples [start, stop)."""
-        samples = np.arange(start, stop, dtype=np.int64)
-        epochs, places = np.divmod(samples, self.num_sequences)
-        indices = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permute_places(seed, int(epoch), self.num_sequences, places[here])
-        return indices
 
 
 def permute_places(

@@ -30,7 +30,6 @@ from titanlite.base.text import describe_error
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import (
     SequenceDataset,
-    ShuffledOrder,
     ShuffledSequences,
     copy_to,
     get_num_held_out,
@@ -154,7 +153,6 @@ class ImageDataset(ShuffledSequences):
         if validation_share is not None:
             self.fingerprint += f", {self.num_validation_sequences} held out"
         self.num_train_sequences = len(rows) - self.num_validation_sequences
-        self.order = ShuffledOrder(self.num_train_sequences)
 
     @property
     def vocab_size(self) -> int:

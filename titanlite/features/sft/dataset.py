@@ -17,7 +17,6 @@ from titanlite.base.errors import DataError
 from titanlite.config.data import TooLong
 from titanlite.data.dataset import (
     Batch,
-    ShuffledOrder,
     ShuffledSequences,
     get_num_held_out,
     permute_places,
@@ -273,7 +272,6 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
             (train, members) for members in pack_examples(train, seq_len, packing=packing)
         ]
         self.num_train_sequences = len(self._rows)
-        self.order = ShuffledOrder(self.num_train_sequences)
         # in the mean; pairs are one
         self.examples_per_sequence = len(train.selected) / self.num_train_sequences
         self._rows += [
