@@ -8,6 +8,7 @@ from tiny_transformers import save_tiny
 
 from tests.saving import model_files
 from titanlite.assemble import build_model
+from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.materialize import build_plan
@@ -39,6 +40,16 @@ def save_mixed(name, folder):
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", config | {"dtype": "bfloat16"})
     return stored
+
+
+def test_values_beyond_float16_are_refused(tmp_path):
+    save_tiny("llama", tmp_path / "in")
+    stored = load_file(tmp_path / "in/model.safetensors")
+    stored["model.norm.weight"][0] = 1e5
+    save_file(stored, tmp_path / "in/model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has values that float16"):
+        export_checkpoint(tmp_path / "in", tmp_path / "out", torch.float16)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 MIXED = ["deepseek_v3", "gemma3_text"]
