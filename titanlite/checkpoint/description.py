@@ -68,8 +68,26 @@ def describe_model(
     it is from.
     """
 
+    from transformers import GenerationConfig  # costs a second, and only saving needs it
+
+    source = "of the model" if assets is None else f"from {assets}"
+
     def write(folder: Path) -> None:
-        write_config(folder, config, token_ids, dtype, assets)
+        if isinstance(config, TransformersConfig):
+            hf_config, _ = load_config_and_class(config.hf, config.family)
+            hf_config.architectures = [config.architecture]
+            hf_config.dtype = dtype
+            vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
+        else:
+            hf_config = _native_config(config, token_ids, dtype, assets)
+        with saving_as(f"config.json ({source})"):
+            save_config(hf_config, folder)
+        with saving_as(f"{_GENERATION} ({source})"):
+            if assets is not None and (assets / _GENERATION).exists():
+                GenerationConfig.from_dict(read_json(assets / _GENERATION, str(assets)))
+                shutil.copyfile(assets / _GENERATION, folder / _GENERATION)
+            else:
+                GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
         if end_of_turn_ids:
             _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
         if assets is not None and isinstance(config, TransformersConfig):
@@ -118,34 +136,6 @@ def describe_versions() -> dict[str, str]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
-
-
-def write_config(
-    folder: Path,
-    config: AnyModelConfig,
-    token_ids: TokenIds,
-    dtype: torch.dtype,
-    assets: Path | None,
-) -> None:
-    """Write config.json and generation_config.json."""
-    from transformers import GenerationConfig  # costs a second, and only saving needs it
-
-    source = "of the model" if assets is None else f"from {assets}"
-    if isinstance(config, TransformersConfig):
-        hf_config, _ = load_config_and_class(config.hf, config.family)
-        hf_config.architectures = [config.architecture]
-        hf_config.dtype = dtype
-        vars(hf_config).pop("auto_map", None)  # names files with code, which are not written
-    else:
-        hf_config = _native_config(config, token_ids, dtype, assets)
-    with saving_as(f"config.json ({source})"):
-        save_config(hf_config, folder)
-    with saving_as(f"{_GENERATION} ({source})"):
-        if assets is not None and (assets / _GENERATION).exists():
-            GenerationConfig.from_dict(read_json(assets / _GENERATION, str(assets)))
-            shutil.copyfile(assets / _GENERATION, folder / _GENERATION)
-        else:
-            GenerationConfig.from_model_config(hf_config).save_pretrained(folder)
 
 
 def _native_config(

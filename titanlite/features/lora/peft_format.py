@@ -22,7 +22,7 @@ from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.files import render
 from titanlite.base.log import logger
-from titanlite.checkpoint.description import TokenIds, write_config
+from titanlite.checkpoint.description import TokenIds, describe_model
 from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -355,8 +355,7 @@ class PeftFormat(HFFormat):
         written, which a later merge needs.
         """
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
-        what = "the description of the model"
-        render(what, lambda folder: write_config(folder, model.config, {}, torch.float32, assets))
+        describe_model(model.config, {}, torch.float32, assets)
 
         def write(folder: Path) -> None:
             write_adapter_config(folder, model, self._lora, self.base)
@@ -372,7 +371,7 @@ class PeftFormat(HFFormat):
                     json.dumps(table, indent=2) + "\n", encoding="utf-8"
                 )
 
-        return render(what, write)
+        return render("the description of the model", write)
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:
