@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import takewhile
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from titanlite.base.errors import DataError
@@ -363,8 +364,7 @@ class ChatRenderer:
 
 
 def _count_common(first: str, second: str) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return len(commonprefix([first, second]))  # noqa: RUF071  these are no paths
 
 
 def _list_dropped(chat: Chat, answers: list[int], turns: list[Turn], whole: str) -> list[str]:

@@ -115,25 +115,12 @@ def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
     """
     if isinstance(template, dict):
         return {name: set_arguments(text, arguments) for name, text in template.items()}
+    # Jinja reads Python's literals.
     given = [
-        f"{{% if {name} is not defined %}}{{% set {name} = {_to_jinja(value)} %}}{{% endif %}}"
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
         for name, value in sorted(arguments.items())
     ]
     return "".join([*given, template])
-
-
-def _to_jinja(value: Any) -> str:
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{_to_jinja(key)}: {_to_jinja(inner)}" for key, inner in value.items())
-            + "}"
-        )
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_to_jinja, value)) + "]"
-    return (
-        "none" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    )
 
 
 def with_chat_date(job: JobConfig, start: Start | None) -> JobConfig:
