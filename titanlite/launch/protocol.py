@@ -120,10 +120,10 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    folder = os.environ.get(NOTICE_FOLDER)
+    folder = _find_folder()
     # A launcher that was killed before has let go of its lock by now, and one that ended has
     # removed its folder.
-    if folder is not None and (_is_abandoned(Path(folder)) or not Path(folder).is_dir()):
+    if folder is not None and (_is_abandoned(folder) or not folder.is_dir()):
         os._exit(128 + signal.SIGKILL)
 
 
@@ -141,11 +141,17 @@ def note_restart(folder: str | Path, restart: Restart) -> None:
     Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
 
 
+def _find_folder() -> Path | None:
+    """Return the folder that this rank shares with its launcher; None without one."""
+    folder = os.environ.get(NOTICE_FOLDER)
+    return None if folder is None else Path(folder)
+
+
 def read_restart() -> Restart | None:
     """Return why this rank starts again, or None if it does not."""
-    folder = os.environ.get(NOTICE_FOLDER)
+    folder = _find_folder()
     try:
-        return None if folder is None else Restart(**json.loads(Path(folder, _RESTART).read_text()))
+        return None if folder is None else Restart(**json.loads((folder / _RESTART).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -154,11 +160,11 @@ def claim(name: str) -> bool:
     """Return True on the first rank of this machine that asks for `name`, and on every rank without
     a launcher.
     """
-    folder = os.environ.get(NOTICE_FOLDER)
+    folder = _find_folder()
     if folder is None:
         return True
     try:
-        os.close(os.open(Path(folder, name), os.O_CREAT | os.O_EXCL))
+        (folder / name).touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
@@ -207,12 +213,12 @@ def start_heartbeat() -> None:
     """Begin to write; does nothing without a launcher. Call once per process."""
     global _heart
     _heart = heart = _Heart()
-    folder = os.environ.get(NOTICE_FOLDER)
-    if folder is None or not Path(folder).is_dir():
+    folder = _find_folder()
+    if folder is None or not folder.is_dir():
         return
     heart.stacks = stack_path(folder, heart.beat.rank).open("w")
     faulthandler.register(STACK_SIGNAL, heart.stacks, all_threads=True)
-    heart.file = os.open(Path(folder, f"beat-{heart.beat.rank}"), os.O_CREAT | os.O_WRONLY, 0o600)
+    heart.file = os.open(folder / f"beat-{heart.beat.rank}", os.O_CREAT | os.O_WRONLY, 0o600)
     beat("starting")
 
 
@@ -310,11 +316,11 @@ def is_stop_requested() -> bool:
     """Return True once this run was asked to stop. Ranks may learn it at different steps; let them
     agree.
     """
-    folder = os.environ.get(NOTICE_FOLDER)
-    return stop_requested.is_set() if folder is None else Path(folder, _STOP).exists()
+    folder = _find_folder()
+    return stop_requested.is_set() if folder is None else was_asked_to_stop(folder)
 
 
-def was_asked_to_stop(folder: str) -> bool:
+def was_asked_to_stop(folder: str | Path) -> bool:
     """Return True once `request_stop` was called; for the launcher."""
     return Path(folder, _STOP).exists()
 
@@ -324,7 +330,7 @@ def request_stop(folder: str) -> bool:
 
     Returns True for the first call.
     """
-    first = not Path(folder, _STOP).exists()
+    first = not was_asked_to_stop(folder)
     Path(folder, _STOP if first else _ABORT).touch()
     return first
 
@@ -334,7 +340,7 @@ def _watch(reader: int) -> None:
         number = data[0]
         if number not in STOP_SIGNALS:
             continue
-        folder = os.environ.get(NOTICE_FOLDER)
+        folder = _find_folder()
         if folder is None:
             if stop_requested.is_set() or not current_beat().trains:
                 os._exit(128 + number)
@@ -342,15 +348,11 @@ def _watch(reader: int) -> None:
             continue
         end = time.monotonic() + _NOTE_WAIT_S
         while (
-            not any(Path(folder, note).exists() for note in (_STOP, ENDING))
-            and time.monotonic() < end
+            not any((folder / note).exists() for note in (_STOP, ENDING)) and time.monotonic() < end
         ):
             time.sleep(0.02)
-        if number == signal.SIGINT and not Path(folder, ENDING).exists():
-            Path(folder, _STOP).touch()  # to this rank alone: from W&B's "Stop run"
-        if (
-            Path(folder, ENDING).exists()
-            or not Path(folder, _STOP).exists()
-            or Path(folder, _ABORT).exists()
-        ):
+        is_ending = (folder / ENDING).exists()
+        if number == signal.SIGINT and not is_ending:
+            (folder / _STOP).touch()  # to this rank alone: from W&B's "Stop run"
+        if is_ending or not was_asked_to_stop(folder) or (folder / _ABORT).exists():
             os._exit(128 + number)
