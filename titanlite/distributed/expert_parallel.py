@@ -63,11 +63,11 @@ class ExpertParallelDispatcher:
         token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = keep(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
-        travel = _Travel(send, receive, self._name)
-        x_PD = _Send.apply(x_TD, token_C, rows_Tk, None, travel)
-        weight_Q = keep(lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, travel))
-        y_PD = experts(x_PD, weight_Q, token_Q, rows_Pk, ends_e, travel)
-        return _Return.apply(y_PD, token_C, rows_Tk, travel)
+        exchange = _Exchange(send, receive, self._name)
+        x_PD = _Send.apply(x_TD, token_C, rows_Tk, None, exchange)
+        weight_Q = keep(lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, exchange))
+        y_PD = experts(x_PD, weight_Q, token_Q, rows_Pk, ends_e, exchange)
+        return _Return.apply(y_PD, token_C, rows_Tk, exchange)
 
     def _route(self, topk_expert_ids_Tk: Tensor, num_experts: int) -> tuple[Any, ...]:
         """Decide which token copies go to which rank, exchange expert ids, and group the received
@@ -115,19 +115,19 @@ class ExpertParallelDispatcher:
         return send, receive, sum(map(sum, received))
 
 
-class _Travel:
+class _Exchange:
     """All-to-alls of one dispatch.
 
     In backward, the all-to-all of the results' gradients may overlap with the recomputation of the
     layer, and the all-to-all of the tokens' gradients with the weight gradients: see
-    `ops.moe_experts.Travel`.
+    `ops.moe_experts.Exchange`.
     """
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
         self.is_served = False
         self.is_recomputed = kept.get() is not None
-        self.there = (receive, send, group)
-        self.back = (send, receive, group)
+        self.to_experts = (receive, send, group)
+        self.to_tokens = (send, receive, group)
         self.sent: Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -142,7 +142,7 @@ class _Travel:
             self._work = None
 
     def begin(self, dx_TD: Tensor) -> None:
-        self.sent = self.start(dx_TD, self.back)
+        self.sent = self.start(dx_TD, self.to_tokens)
 
 
 class _Send(torch.autograd.Function):
@@ -155,27 +155,27 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, travel: _Travel
+        ctx: Any, x_TD: Any, token_C: Any, rows_Tk: Any, order_Q: Any, exchange: _Exchange
     ) -> Tensor:
-        x_PD = all_to_all(x_TD.index_select(0, token_C), *travel.there)
+        x_PD = all_to_all(x_TD.index_select(0, token_C), *exchange.to_experts)
         ctx.rows_Tk = rows_Tk
         ctx.order_Q = order_Q
-        ctx.travel = travel
+        ctx.exchange = exchange
         ctx.shape = x_PD.shape
         return x_PD if order_Q is None else x_PD.flatten().index_select(0, order_Q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor):
-        travel = ctx.travel
+        exchange = ctx.exchange
         sent = None
         if ctx.order_Q is None:
-            sent = travel.sent
-            travel.sent = None
-            travel.wait()
+            sent = exchange.sent
+            exchange.sent = None
+            exchange.wait()
         else:
             dx = dx.new_zeros(ctx.shape.numel()).index_add_(0, ctx.order_Q, dx).view(ctx.shape)
-        sent = all_to_all(dx, *travel.back) if sent is None else sent
+        sent = all_to_all(dx, *exchange.to_tokens) if sent is None else sent
         return gather_sum(sent, ctx.rows_Tk), None, None, None, None
 
 
@@ -187,16 +187,20 @@ class _Return(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, travel: _Travel) -> Tensor:
+    def forward(ctx: Any, y_PD: Any, token_C: Any, rows_Tk: Any, exchange: _Exchange) -> Tensor:
         ctx.token_C = token_C
-        ctx.travel = travel
-        return gather_sum(all_to_all(y_PD, *travel.back), rows_Tk)
+        ctx.exchange = exchange
+        return gather_sum(all_to_all(y_PD, *exchange.to_tokens), rows_Tk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_TD: Tensor):
-        travel = ctx.travel
+        exchange = ctx.exchange
         dy_CD = dout_TD.index_select(0, ctx.token_C)
-        overlaps = travel.is_served and travel.is_recomputed
-        dy_PD = travel.start(dy_CD, travel.there) if overlaps else all_to_all(dy_CD, *travel.there)
+        overlaps = exchange.is_served and exchange.is_recomputed
+        dy_PD = (
+            exchange.start(dy_CD, exchange.to_experts)
+            if overlaps
+            else all_to_all(dy_CD, *exchange.to_experts)
+        )
         return dy_PD, None, None, None

@@ -31,7 +31,7 @@ from titanlite.ops import (
     unpermute_sum,
 )
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
-from titanlite.ops.moe_experts import Travel, moe_experts
+from titanlite.ops.moe_experts import Exchange, moe_experts
 
 
 class Routing(NamedTuple):
@@ -271,7 +271,7 @@ class Experts(Recomputable):
         token_R: Tensor,
         rows_Tk: Tensor,
         offsets_E: Tensor,
-        travel: Travel | None = None,
+        exchange: Exchange | None = None,
     ) -> Tensor:
         """Return the weighted sum of the experts' results per token, (T, D); arguments as in
         `moe_experts`.
@@ -286,7 +286,7 @@ class Experts(Recomputable):
                 rows_Tk,
                 offsets_E,
                 self.grouped_gemm_backend,
-                travel,
+                exchange,
             )
         return self.run(self.compute, x_TD, weight_R, token_R, rows_Tk, offsets_E)
 

@@ -150,7 +150,7 @@ def add_expert_bias(
     return _AddBias.apply(y_RN, bias_EN.to(y_RN.dtype), offsets_E, weight_R)
 
 
-class Travel(Protocol):
+class Exchange(Protocol):
     """Gradients in flight between ranks while the experts' backward computes something else."""
 
     is_served: bool  # set by experts whose backward calls both `wait` and `begin`
@@ -169,7 +169,7 @@ def moe_experts(
     rows_Tk: Tensor,
     offsets_E: Tensor,
     backend: GroupedGemmBackend = "auto",
-    travel: Travel | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the
     dtype of x.
@@ -178,8 +178,8 @@ def moe_experts(
     `offsets_E`, int32, is the end of each expert's rows; rows after the last end belong to none and
     add nothing. `token_R` and the float32 `row_weight_R` are the token of each row and the router's
     weight of it. `rows_Tk` are the rows of each token, summed in this order; R or more means no
-    row. `travel` is called in backward when a gradient is needed or can be sent. A weight may have
-    an attribute `find_total`, which returns a float32 tensor for its gradient, contiguous, and
+    row. `exchange` is called in backward when a gradient is needed or can be sent. A weight may
+    have an attribute `find_total`, which returns a float32 tensor for its gradient, contiguous, and
     whether to add to it; `triton` calls it then, and the weight gets no other gradient.
 
     Raises ValueError as `grouped_gemm`.
@@ -191,10 +191,10 @@ def moe_experts(
         x, gate_up, down, row_weight = (t.detach() for t in leaves)
         keep = any(t.requires_grad for t in leaves) and torch.is_grad_enabled()
         h_RI, z_R2I = gather_swiglu(x, gate_up, row_weight, token_R, offsets_E, keep)
-        if travel is not None:
-            travel.is_served = keep
+        if exchange is not None:
+            exchange.is_served = keep
         totals = [getattr(weight, "find_total", None) for weight in (gate_up_proj, down_proj)]
-        rest = (token_R, rows_Tk, offsets_E, z_R2I, totals, travel)
+        rest = (token_R, rows_Tk, offsets_E, z_R2I, totals, exchange)
         anchor = _Experts.apply(*leaves, *rest) if keep else None
         return _Results.apply(anchor, h_RI, down, rows_Tk, offsets_E)
     gate_up_R2I = grouped_gemm(
@@ -211,7 +211,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        *saved, ctx.totals, ctx.travel = others  # as `backward` takes them
+        *saved, ctx.totals, ctx.exchange = others  # as `backward` takes them
         ctx.save_for_backward(x, *saved)
         return x.new_empty(()).expand(x.shape)
 
@@ -221,15 +221,15 @@ class _Experts(torch.autograd.Function):
         need_x, need_gate_up, need_down, need_row_weight = ctx.needs_input_grad[:4]
         # Unpack once: under activation checkpointing that recomputes.
         x, gate_up, down, row_weight, token, rows, offsets, z = ctx.saved_tensors
-        if ctx.travel is not None:
-            ctx.travel.wait()
+        if ctx.exchange is not None:
+            ctx.exchange.wait()
         dout = dout.contiguous()
         dz, h, drow_weight = gather_swiglu_backward(dout, down, row_weight, token, offsets, z)
         dx = dgate_up = ddown = None
         if need_x:
             dx = gather_sum_rows(grouped_mm(dz, gate_up, offsets, "triton"), rows)
-            if ctx.travel is not None:
-                ctx.travel.begin(dx)
+            if ctx.exchange is not None:
+                ctx.exchange.begin(dx)
         if need_down:
             ddown = _sum_gradient(ctx.totals[1], h, dout, offsets, None, token)
         del h

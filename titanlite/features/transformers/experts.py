@@ -23,7 +23,7 @@ from titanlite.checkpoint.bias import is_bias
 from titanlite.materialize.sources import Init, Source, Zeros
 from titanlite.models.moe import count_rows, dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
-from titanlite.ops.moe_experts import Travel, moe_experts
+from titanlite.ops.moe_experts import Exchange, moe_experts
 
 NAME = "titanlite"
 DISPATCH = "titanlite_dispatch"  # attribute of an experts module that holds its token dispatcher
@@ -82,7 +82,7 @@ class _HeldExperts:
         token: torch.Tensor,
         rows: torch.Tensor,
         offsets: torch.Tensor,
-        travel: Travel | None = None,
+        exchange: Exchange | None = None,
     ) -> torch.Tensor:
         """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of
         each token's rows.
@@ -93,7 +93,7 @@ class _HeldExperts:
             if module.is_transposed:
                 gate_up, down = gate_up.mT, down.mT
             return moe_experts(
-                x, gate_up, down, weight.float(), token, rows, offsets, travel=travel
+                x, gate_up, down, weight.float(), token, rows, offsets, exchange=exchange
             )
         x = permute_tokens(x, token, rows)
         index = torch.arange(x.shape[0], device=x.device)
