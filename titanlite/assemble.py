@@ -286,11 +286,14 @@ def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
 
 def find_problems_of(parts: Parts, matrices: Any) -> list[str]:
     """Return the problems of what was built; `matrices` are those that Muon steps. Collective."""
-    run, plan, checkpointer = parts.run, parts.plan, parts.checkpointer
+    run = parts.run
+    plan = parts.plan
+    checkpointer = parts.checkpointer
     problems: list[str] = []
     if run.job.checkpoint.enable and not run.job.lora.rank:
         problems += check_layout(plan)
-    folder, carried = checkpointer.folder, checkpointer.carried_bytes
+    folder = checkpointer.folder
+    carried = checkpointer.carried_bytes
     problems += on_first_rank(
         lambda: check_space(run.job, plan, matrices, folder, run.first_step, carried)
     )
@@ -340,7 +343,8 @@ def fill(run: Run, model: Model, sources: Sequence[SourceProvider]) -> Plan:
 
 def build_initial(parts: Parts) -> Model:
     """Return the model with the weights that the run began with. Collective."""
-    run, model = parts.run, parts.stepper.model
+    run = parts.run
+    model = parts.stepper.model
     if run.start is None:
         return model
     initial = build_on_meta(replace(run, model_config=model.config))
@@ -461,7 +465,8 @@ def build_on_meta(run: Run) -> Model:
     Raises ConfigError, the same on all ranks: a pattern matches nothing, or transformers cannot
     build the model.
     """
-    job, device = run.job, run.device
+    job = run.job
+    device = run.device
     use_triton(job.training.triton_kernels)
     prefer_backend(job.model.delta_backend)
     model = build_unsharded(job, run.model_config, device.type)

@@ -43,7 +43,8 @@ def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
     """
     job, unwritten = close_settings(job)
     problems = find_extension_problems(job)
-    model_config, degrees = None, None
+    model_config = None
+    degrees = None
     try:
         job = resolve_assets(job, weights=weights)
         model_config = resolve_model_config(job.model, assets_key(job))

@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Collective: every rank must call.
     """
     setup_logger()
-    code, job = 0, None
+    code = 0
+    job = None
     try:
         protocol.catch_signals()
         protocol.start_heartbeat()

@@ -199,9 +199,11 @@ class TrainStep:
         stage has the balance losses of its own layers; only the last one has losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
-        loss, metrics = losses.loss, losses.metrics
+        loss = losses.loss
+        metrics = losses.metrics
         if not self.dims.is_last_stage:
-            loss, metrics = torch.zeros_like(loss), torch.zeros_like(metrics)
+            loss = torch.zeros_like(loss)
+            metrics = torch.zeros_like(metrics)
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 
     def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:

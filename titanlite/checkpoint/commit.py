@@ -190,7 +190,8 @@ def check_folder(
     for name, entry in list(files.items())[share[0] :: share[1]]:
         path = folder / name
         try:
-            size, wanted = check_regular(path).st_size, entry["bytes"]
+            size = check_regular(path).st_size
+            wanted = entry["bytes"]
             value = entry["adler32"]
             if size != wanted:
                 problems.append(f"{shown(name)}: has {size} bytes, {MANIFEST_FILE} says {wanted}.")

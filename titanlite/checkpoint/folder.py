@@ -101,7 +101,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     found = []
     for key, entry in table.items():
         begin, end = entry["data_offsets"]
-        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        dtype = DTYPES[entry["dtype"]]
+        shape = tuple(entry["shape"])
         found.append(StoredTensor(key, dtype, shape, path, 8 + length + begin, end - begin))
     return {
         tensor.key: tensor

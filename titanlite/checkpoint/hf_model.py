@@ -71,11 +71,10 @@ from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
 _SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_FLAG, _OVERRIDE = (
-    "tie_word_embeddings",
-    ", or in training model.overrides.tie_word_embeddings = false",
-)
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_FLAG = "tie_word_embeddings"
+_OVERRIDE = ", or in training model.overrides.tie_word_embeddings = false"
 
 
 class CheckpointFormat(Protocol):
@@ -417,7 +416,8 @@ class HFFormat:
         """
         if self.base:
             return [weights_of(Path(self.base), model, absent_bias=self._absent_bias)]
-        assets, is_meant = self._model.hf_assets_path, self._model.init == "random"
+        assets = self._model.hf_assets_path
+        is_meant = self._model.init == "random"
         if (
             assets
             and not is_meant

@@ -263,7 +263,8 @@ class Checkpointer:
 
         Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             with self._on_save_error(self._saved_step):
                 pending.result()

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from titanlite.checkpoint.folder import Stored, shown
 
-_BASE, _EMBEDDING = "model.", "model.embed_tokens.weight"
+_BASE = "model."
+_EMBEDDING = "model.embed_tokens.weight"
 _BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the native decoder, all but the head
 
 
@@ -72,7 +73,8 @@ _REWRITE = (
 
 def _split_heads(key: str, other: str) -> tuple[str, str]:
     """Return what is left of `other` and of `key` before the segments that both end with."""
-    theirs, ours = other.split("."), key.split(".")
+    theirs = other.split(".")
+    ours = key.split(".")
     while theirs and ours and theirs[-1] == ours[-1]:
         del theirs[-1], ours[-1]
     return "".join(f"{segment}." for segment in theirs), "".join(f"{segment}." for segment in ours)

@@ -110,7 +110,8 @@ def _named_pieces(
     elif layout.is_fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
         yield whole(key, shape)
     elif leaf == "gate_up_proj" and len(shape) == 3:
-        half, width = shape[1] // 2, shape[2]
+        half = shape[1] // 2
+        width = shape[2]
         for expert in range(shape[0]):
             for part, start in (("gate_proj", 0), ("up_proj", half)):
                 region = Region((expert, start, 0), (1, half, width))

@@ -14,7 +14,8 @@ from titanlite.config.model import AnyModelConfig, ModelConfig
 from titanlite.materialize import Alias
 from titanlite.models.interface import Model
 
-_FLAG, _HEAD = "tie_word_embeddings", "lm_head.weight"
+_FLAG = "tie_word_embeddings"
+_HEAD = "lm_head.weight"
 
 
 def untie(

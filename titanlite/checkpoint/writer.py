@@ -205,9 +205,12 @@ def _write(
     else:  # cast on its device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    here, shape = box.within(item.region), item.region
+    here = box.within(item.region)
+    shape = item.region
     if item.is_transposed:
-        values, here, shape = values.mT, here.transposed(), shape.transposed()
+        values = values.mT
+        here = here.transposed()
+        shape = shape.transposed()
     memory = bytes_in(values.contiguous())
     size = item.dtype.itemsize
     sums = [(0, 0)]

@@ -62,7 +62,9 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
 
     Raises ConfigError: a repository is neither in the local cache nor can it be downloaded.
     """
-    model, checkpoint, data = job.model, job.checkpoint, job.data
+    model = job.model
+    checkpoint = job.checkpoint
+    data = job.data
     if job.lora.init_from:
         path = local_folder("lora.init_from", job.lora.init_from, weights=weights)
         job = replace(job, lora=replace(job.lora, init_from=path))

@@ -134,7 +134,10 @@ def _check_ranges(job: JobConfig) -> Iterator[Problem]:
 
 def _check_combinations(job: JobConfig) -> list[_Row]:
     """Return the mistakes in settings that contradict or lack another one."""
-    model, lora, checkpoint, training = job.model, job.lora, job.checkpoint, job.training
+    model = job.model
+    lora = job.lora
+    checkpoint = job.checkpoint
+    training = job.training
     reference = job.dpo.reference if training.objective == "dpo" else ""
     is_cached = reference == "cached" or (
         reference == "auto" and (lora.rank == 0 or lora.init_from != "")
@@ -222,7 +225,8 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
 
 def _check_data(job: JobConfig) -> list[_Row]:
     """Return the mistakes in the sources of data, alone and together."""
-    data, sources = job.data, get_sources(job.data)
+    data = job.data
+    sources = get_sources(job.data)
     first = next(iter(data.sources), "NAME")
     weights = {f"{SOURCES}.{name}.weight": each.weight for name, each in data.sources.items()}
     unset = [key for key, weight in weights.items() if weight is None]

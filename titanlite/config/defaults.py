@@ -41,7 +41,8 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[Problem
             warn_once(f"{text}. Set validation.enable = true, or leave it out.")
     default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
-    is_pretrained, has_lora = job.checkpoint.initial_load_path != "", job.lora.rank > 0
+    is_pretrained = job.checkpoint.initial_load_path != ""
+    has_lora = job.lora.rank > 0
     if is_pretrained and (job.data.dataset not in ("text", "stdlib") or has_lora):
         default("training.global_batch_size", None)  # other runs with weights continue pretraining
     elif job.training.global_batch_size is None:
@@ -57,7 +58,8 @@ def _fill_in_model(job: JobConfig) -> list[Problem]:
     """Turn `model.path` and `model.init` into `model.hf_assets_path` and
     `checkpoint.initial_load_path`.
     """
-    model, checkpoint = job.model, job.checkpoint
+    model = job.model
+    checkpoint = job.checkpoint
     problems = [
         Problem(
             key,
@@ -94,8 +96,10 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
     """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights
     without either.
     """
-    training, data = job.training, job.data
-    steps, epochs = given.get("training.steps"), given.get("training.epochs")
+    training = job.training
+    data = job.data
+    steps = given.get("training.steps")
+    epochs = given.get("training.epochs")
     if epochs is None:
         mixed = any(source.weight is not None for source in data.sources.values())
         has_end = not mixed and not any(source.streaming for source in get_sources(data).values())

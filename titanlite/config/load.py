@@ -157,7 +157,8 @@ class Reader:
                 self.refuse(f"argument {argument!r}", "unknown. Write --section.key=value.")
                 continue
             if not between and queue and not queue[0].startswith("--"):
-                between, text = " ", queue.pop(0)
+                between = " "
+                text = queue.pop(0)
             where = f"override {f'--{key}{between}{text}'!r}"
             if key in _FILE_FLAGS:
                 paths.append(text)
@@ -217,7 +218,8 @@ class Reader:
                 entries |= parse_object(table, get_value(job, table))
             with suppress(ValueError):
                 value = text if table.endswith("fields") else json.loads(text)
-            key, value = table, entries | {name: value}
+            key = table
+            value = entries | {name: value}
         elif setting is not None and setting.optional and text == "none":
             value = None
         elif setting is not None and setting.metadata.get("is_list") and text.startswith("["):

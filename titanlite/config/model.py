@@ -211,7 +211,8 @@ class ModelConfig:
         """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated
         alone.
         """
-        scaling, scale = self.rope_scaling, self.qk_head_dim**-0.5
+        scaling = self.rope_scaling
+        scale = self.qk_head_dim**-0.5
         if (
             self.kv_lora_rank
             and scaling is not None

@@ -174,7 +174,8 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     Raises ConfigError: they do not, or the experts cannot be split so.
     """
     shard = section.data_parallel_shard_degree
-    tp, pp = section.tensor_parallel_degree, section.pipeline_parallel_degree
+    tp = section.tensor_parallel_degree
+    pp = section.pipeline_parallel_degree
     replicate, cp, ep = (
         degree or 1
         for degree in (
@@ -183,7 +184,8 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
             section.expert_parallel_degree,
         )
     )
-    of_cp, of_pp = f" * cp ({cp})" if cp > 1 else "", f"pp ({pp}) * " if pp > 1 else ""
+    of_cp = f" * cp ({cp})" if cp > 1 else ""
+    of_pp = f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
         raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
     if shard == -1:
@@ -213,7 +215,8 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
     """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage."""
-    text, pp = section.pipeline_parallel_layers, section.pipeline_parallel_degree
+    text = section.pipeline_parallel_layers
+    pp = section.pipeline_parallel_degree
     words = [word.strip() for word in text.split(",")] if text else []
     if words and (len(words) != pp or not all(word.isdecimal() for word in words)):
         raise ConfigError(
@@ -246,7 +249,10 @@ def check_parallelism(
 def _check_native(
     job: JobConfig, model: ModelConfig, degrees: Degrees, parts: list[PartSizes]
 ) -> list[str]:
-    tp, cp, pp, layers = degrees.tp, degrees.cp, degrees.pp, degrees.layers
+    tp = degrees.tp
+    cp = degrees.cp
+    pp = degrees.pp
+    layers = degrees.layers
     split = {"vocab_size": model.vocab_size}
     for part in parts:
         split |= part.splits
@@ -335,7 +341,9 @@ def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
     """Return the heads that context parallelism cannot exchange, of those that tensor parallelism
     leaves.
     """
-    tp, cp, problems = degrees.tp, degrees.cp, []
+    tp = degrees.tp
+    cp = degrees.cp
+    problems = []
     for part in parts:
         counts = {name: max(count // tp, 1) for name, count in part.heads.items()}
         first, *others = counts.values() or [cp]
@@ -353,7 +361,9 @@ def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
     """Return what a class of transformers cannot do here, and settings that it would ignore."""
     what = f"{model.architecture} is transformers' implementation"
-    form, backend, moe = job.lora.base_dtype, job.model.attention_backend, job.moe
+    form = job.lora.base_dtype
+    backend = job.model.attention_backend
+    moe = job.moe
     section = job.activation_checkpoint
     ignored = (
         (
@@ -415,7 +425,8 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of
     sequences.
     """
-    parallelism, training = job.parallelism, job.training
+    parallelism = job.parallelism
+    training = job.training
     is_transformers = isinstance(model, TransformersConfig)
     batch = (training.local_batch_size or 1) * degrees.dp
     total = training.global_batch_size or -1

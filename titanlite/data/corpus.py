@@ -111,7 +111,8 @@ class Corpus:
         return digest, num_bytes
 
     def _summarize(self) -> tuple[str, int]:
-        digest, num_bytes = sha256(), 0
+        digest = sha256()
+        num_bytes = 0
         for name, text in self:
             content = text.encode("utf-8")
             # Lengths first: otherwise ("a", "bc") and ("ab", "c") would be the same corpus.
@@ -161,7 +162,8 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     others.
     """
     splits = {file: _find_split(file.relative_to(root)) for file in files}
-    kind, kinds = _find_split(Path(split)), sorted({name for name in splits.values() if name})
+    kind = _find_split(Path(split))
+    kinds = sorted({name for name in splits.values() if name})
     named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
     if exact := [
         file

@@ -330,7 +330,8 @@ def permute_places(
     found = places.astype(np.uint64)
     walking = np.ones(len(found), dtype=bool)
     while walking.any():
-        left, right = found[walking] >> half, found[walking] & mask
+        left = found[walking] >> half
+        right = found[walking] & mask
         for key in keys:
             mixed = (right ^ key) * _MIX[0]  # splitmix64's finalizer, modulo 2**64
             mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[1]

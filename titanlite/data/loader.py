@@ -286,13 +286,16 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
     """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a
     `Progress`.
     """
-    training, sequences = job.training, loader.dataset.num_train_sequences
+    training = job.training
+    sequences = loader.dataset.num_train_sequences
     batch = loader.global_batch_size
     if training.global_batch_size is None:
         training = replace(training, global_batch_size=batch)
-    done, seen = 0, 0
+    done = 0
+    seen = 0
     if before is not None and not job.data.skip_to_sample:  # otherwise skipped samples would count
-        done, seen = before.step, before.samples
+        done = before.step
+        seen = before.samples
     if training.epochs and sequences is not None:
         training = replace(
             training, steps=done + math.ceil((training.epochs * sequences - seen) / batch)

@@ -138,11 +138,9 @@ def get_bpe_form(model_type: str) -> Tokenizer:
         return form
     theirs = cls().backend_tokenizer
     if isinstance(theirs.decoder, decoders.ByteLevel):
-        form.normalizer, form.pre_tokenizer, form.decoder = (
-            theirs.normalizer,
-            theirs.pre_tokenizer,
-            theirs.decoder,
-        )
+        form.normalizer = theirs.normalizer
+        form.pre_tokenizer = theirs.pre_tokenizer
+        form.decoder = theirs.decoder
     return form
 
 
@@ -319,7 +317,8 @@ def follow_tokenizer(
 
     Raises ConfigError: they cannot. The same on all ranks.
     """
-    model, rows = job.model, model_config.vocab_size
+    model = job.model
+    rows = model_config.vocab_size
     if (
         not model.flavor
         or model.overrides.vocab_size is not None

@@ -154,14 +154,16 @@ def _batches(
             num_chars += len(piece)
             if num_chars >= _BATCH_CHARS:
                 yield batch
-                batch, num_chars = [], 0
+                batch = []
+                num_chars = 0
     if batch:
         yield batch
 
 
 def _write(path: Path, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast", dtype: str) -> None:
     num_tokens = num_documents = 0
-    separators, spelled = Counter[str](), Counter[str]()
+    separators = Counter[str]()
+    spelled = Counter[str]()
     encoder = get_plain_encoder(serialize(tokenizer))
     ends = dict.fromkeys([cast(str, tokenizer.eos_token), END_OF_TEXT])
     special = re.compile("|".join(map(re.escape, [*ends, *tokenizer.all_special_tokens])))

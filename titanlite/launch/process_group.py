@@ -42,7 +42,8 @@ def _choose_interfaces() -> None:
     Other interfaces can be reached by everybody, without authentication. With several machines,
     gloo uses the interface that leads to the first one.
     """
-    world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE")
     for name in _INTERFACES:
         if world_size in ("1", here):
             os.environ.setdefault(name, _LOOPBACK)
@@ -63,7 +64,8 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
     number = next(_rendezvous_number)
     if path is None and number == 0:
         return {}
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     if path is None:
         store = dist.PrefixStore(
             f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
@@ -154,7 +156,8 @@ def init_distributed(timeout_s: int) -> torch.device:
         backend = "cpu:gloo,cuda:nccl"
     else:
         _refuse_idle_gpus()
-        device, backend = torch.device("cpu"), "gloo"
+        device = torch.device("cpu")
+        backend = "gloo"
     if dist.is_initialized():
         return device
     _choose_interfaces()

@@ -34,7 +34,9 @@ from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.process import read_rank
 
 ENDING = "ending"  # the launcher ends all ranks: nobody waits any more
-_RESTART, _STOP, _ABORT = "restart", "stop", "abort"
+_RESTART = "restart"
+_STOP = "stop"
+_ABORT = "abort"
 TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
 _LAUNCHER = "launcher"  # locked as long as the launcher lives
 # the others are about one start of the ranks

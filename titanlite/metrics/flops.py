@@ -47,11 +47,15 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     adapters' own products. Parameters come in the model's order: what is trained lies before what
     its gradient passes through.
     """
-    config, layers, cores = model.config, model.all_layers(), model.core_flops(seq_len)
+    config = model.config
+    layers = model.all_layers()
+    cores = model.core_flops(seq_len)
     layer_of = {param: i for i, layer in enumerate(layers) for param in layer.parameters()}
     trained_layers = {layer_of[param] for param in layer_of if param.requires_grad}
     embedding, head = outer_parameters(model)
-    flops, reached, unreached_layers = 0, False, set[int]()
+    flops = 0
+    reached = False
+    unreached_layers = set[int]()
     is_sparse = 0 < config.top_k < config.num_experts
 
     def count(name: str, param: nn.Parameter) -> int:

@@ -298,7 +298,8 @@ class MetricsLogger:
             )
 
     def _stop_bar(self) -> None:
-        bar, self._bar = self._bar, None
+        bar = self._bar
+        self._bar = None
         if bar is not None:
             with suppress(Exception):  # it is only the terminal's last line
                 bar.__exit__(None, None, None)

@@ -363,7 +363,8 @@ class Results:
     def __init__(
         self, section: ValidationSection, save_best: str, saved: Mapping[str, Any] | None = None
     ) -> None:
-        self._validation, self._save_best = section, save_best
+        self._validation = section
+        self._save_best = save_best
         self.validation = Series(**(saved or {}).get("validation", {}))
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))
 
@@ -374,10 +375,8 @@ class Results:
         Losses of one `mixture` of sources are not comparable with those of another: with it the
         record restarts.
         """
-        series, name = (
-            self.validation,
-            f"validation loss ({mixture})" if mixture else "validation loss",
-        )
+        series = self.validation
+        name = f"validation loss ({mixture})" if mixture else "validation loss"
         if series.name not in ("", name):
             best = "no number" if series.best is None else f"{series.best:.4f}"
             logger.info(
@@ -427,17 +426,20 @@ def _add(series: Series, name: str, step: int, value: float, sign: float, min_de
     """
     if series.name != name:  # another scorer than before the resume: nothing to compare with
         series.__dict__.update(asdict(Series(name=name)))
-    series.last, series.last_step = value, step
+    series.last = value
+    series.last_step = step
     if series.first is None:
         series.first = value
     if step == 0:
         return False
     beats = series.reference is None or sign * value > sign * series.reference + min_delta
     if beats and not math.isnan(value):
-        series.reference, series.stale = value, 0
+        series.reference = value
+        series.stale = 0
     else:
         series.stale += 1
     if math.isnan(value) or (series.best is not None and sign * value <= sign * series.best):
         return False
-    series.best, series.best_step = value, step
+    series.best = value
+    series.best_step = step
     return True

@@ -74,7 +74,8 @@ _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
 _PREPARING = timedelta(days=1)
 # of the run in a folder, and of one that is being built
-_CONFIG, _NEXT_CONFIG = "config.toml", "config.next.toml"
+_CONFIG = "config.toml"
+_NEXT_CONFIG = "config.next.toml"
 
 
 def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:

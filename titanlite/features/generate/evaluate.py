@@ -217,8 +217,10 @@ class Evaluator:
         texts: list[str] = [
             self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in continuations
         ]
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        scores, problems = torch.zeros(len(texts), dtype=torch.float64), []
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
+        scores = torch.zeros(len(texts), dtype=torch.float64)
+        problems = []
         for i in range(rank, len(texts), world_size):
             try:
                 scores[i] = self._score(texts[i], self._prompts[i])

@@ -194,7 +194,8 @@ class _Batch:
         ]
         new: list[list[int]] = [[] for _ in rows]
         ended = [not prompts] * len(rows)
-        longest, limit = max(map(len, rows)), _get_rope_limit(self.model)
+        longest = max(map(len, rows))
+        limit = _get_rope_limit(self.model)
         # When the text passes the limit, the frequencies change, and cached keys become invalid.
         stale = limit is not None and longest <= limit < longest + self.max_new_tokens
         steps = self._cached_steps(rows) if self.cached and not stale else self._full_steps(rows)
@@ -303,7 +304,8 @@ def choose_tokens(
     logits_BV = (logits_BV.float() - logits_BV.amax(dim=-1, keepdim=True).float()) / temperature
     sorted_Bk, ids_Bk = logits_BV.sort(dim=-1, descending=True, stable=True)
     if top_k:
-        sorted_Bk, ids_Bk = sorted_Bk[:, :top_k], ids_Bk[:, :top_k]
+        sorted_Bk = sorted_Bk[:, :top_k]
+        ids_Bk = ids_Bk[:, :top_k]
     # float64, because in float32 the sum over a vocabulary of 150,000 has an error of 1e-4, which
     # would change the draws of unlikely tokens.
     probs_Bk = sorted_Bk.double().softmax(dim=-1)
@@ -438,7 +440,8 @@ class LayerCache:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._keys is None or self._values is None:
-            self._keys, self._values = self._start(k), self._start(v)
+            self._keys = self._start(k)
+            self._values = self._start(v)
             return attention(q, k, v, mask, scale, sinks)
         cache = self._cache
         count = len(cache.rows_B)

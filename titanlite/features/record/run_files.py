@@ -240,8 +240,10 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 
 def say_end(trainer: Trainer) -> None:
     """Log and record how a run ended."""
-    parts, step = trainer.parts, trainer.step
-    job, start = parts.run.job, parts.run.start
+    parts = trainer.parts
+    step = trainer.step
+    job = parts.run.job
+    start = parts.run.start
     steps = job.training.steps
     if trainer.stopping and step == 0:
         logger.info("stopped before the first step of %d", steps)

@@ -45,7 +45,8 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, pattern in pattern_of.items():
         groups[name if pattern in too_wide else pattern].append(name)
-    listed, num_lost = list[str](), 0
+    listed = list[str]()
+    num_lost = 0
     for pattern, group in groups.items():
         size = sum(num_values(params[name]) for name in group)
         num_lost += size

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Bits of a token: the loss is taken on it; it is part of an answer; it ends an answer.
-TRAINED, ANSWER, END = 1, 2, 4
+TRAINED = 1
+ANSWER = 2
+END = 4
 # Kinds of `ChatRenderer.counts` that are worth a warning; the last is a prefix of several.
 NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens"
@@ -116,7 +118,8 @@ class TurnFinder:
         """Return the answer that `done`, the finished turn, shows; None if `done` begins with
         another prompt, or ends otherwise.
         """
-        start, stop = self._find_start(prompt, done, end.header), len(done) - len(end.tail)
+        start = self._find_start(prompt, done, end.header)
+        stop = len(done) - len(end.tail)
         if start is None or stop < start or not done.endswith(end.tail):
             return None
         return Turn(prompt, done[start:stop], end.text)
@@ -165,7 +168,8 @@ class TurnFinder:
             function = {"name": _FUNCTION["name"], "arguments": {"a": _WORDS[1]}}
             answer |= {"content": "", "tool_calls": [{**_CALL, "function": function}]}
             then |= {"name": function["name"], "tool_call_id": _CALL["id"]}
-        prompt, finished = show([asked], prompt=True), show([asked, answer])
+        prompt = show([asked], prompt=True)
+        finished = show([asked, answer])
         header = prompt.removeprefix(show([asked]))
         if _WORDS[1] not in finished:
             raise RowError("dropped by the template", f"the chat template drops answers. {REMEDY}")
@@ -288,7 +292,8 @@ class ChatRenderer:
 
     def take_counts(self) -> dict[str, int]:
         """Return `counts` since the last call."""
-        taken, self.counts = dict(self.counts), Counter()
+        taken = dict(self.counts)
+        self.counts = Counter()
         return taken
 
     def _find_turn(self, chat: Chat, i: int, prompt: str, done: str) -> Turn:
@@ -389,7 +394,8 @@ def _list_texts(message: dict[str, Any], *, with_thought: bool) -> Iterator[tupl
     """Yield the texts that a rendered message must show, with their places. The thoughts of an
     answer that is not trained may be dropped, as at inference.
     """
-    role, content = message["role"], message.get("content") or ""
+    role = message["role"]
+    content = message.get("content") or ""
     thought = _THOUGHT.search(content)
     if with_thought and thought:
         yield ".content (its thought)", thought[1]

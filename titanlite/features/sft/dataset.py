@@ -67,7 +67,8 @@ class ExampleSet:
         `flags`.
         """
         places = self.examples.get_documents(int(self.selected[member]))
-        starts, lengths = self.starts[member].tolist(), self.lengths[member].tolist()
+        starts = self.starts[member].tolist()
+        lengths = self.lengths[member].tolist()
         for place, start, length in zip(places, starts, lengths, strict=True):
             yield slice(place.start + start, place.start + start + length)
 
@@ -97,7 +98,8 @@ def fit_examples(
             left and `may_be_empty` is off; `too_long` is 'split' for another form than 'text', or
             for a `seq_len` of 1.
     """
-    form, size = examples.form, examples.documents_per_example
+    form = examples.form
+    size = examples.documents_per_example
     lengths = np.diff(examples.offsets).reshape(-1, size)
     trained = examples.num_trained.reshape(-1, size).copy()
     is_long = lengths.sum(1) > seq_len
@@ -389,7 +391,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             if not bins_with[room]:
                 del rooms[smallest]
         else:
-            room, chosen = capacity, len(bins)
+            room = capacity
+            chosen = len(bins)
             bins.append([])
         bins[chosen].append(item)
         if left := room - length:

@@ -311,7 +311,8 @@ class ExampleEncoder:
         """Set the flags of the inner answers. False if the tokens of `encoding` before an answer
         are not those of its prompt alone, or a token reaches over the end of the answer.
         """
-        ids, offsets = encoding.ids, encoding.offsets
+        ids = encoding.ids
+        offsets = encoding.offsets
         starts = [start for start, _ in offsets]
         header = 0  # place of the last token in the prompt that cuts the text
         for turn in draft.inner:

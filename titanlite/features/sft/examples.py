@@ -276,7 +276,8 @@ def make_encoder(
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and
             the rows are no text.
     """
-    form, fields = data.format, get_fields(data)
+    form = data.format
+    fields = get_fields(data)
     if form == "auto":
         own = detect_form(fields)  # columns in `data.fields` take precedence
         forms = (own or detect_form(row.content) for row in batch if isinstance(row.content, dict))

@@ -340,7 +340,8 @@ def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
         raise RowError(
             "empty field", f"{where} holds no message. Remove the row, or write messages."
         )
-    messages, untrained = [], set()
+    messages = []
+    untrained = set()
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         message = _unify(_expect(given, dict, where), where)

@@ -83,7 +83,8 @@ def refuse_unread(entry: Mapping[str, Any], form: str, where: str = "") -> None:
     what is learned.
     """
     for name in sorted(entry.keys() & _REFUSED.keys()):
-        refused, value = _REFUSED[name], str(entry[name])
+        refused = _REFUSED[name]
+        value = str(entry[name])
         is_meant = refused.values is None or value in refused.values
         if entry[name] in _EMPTY or value in refused.harmless or not is_meant:
             continue

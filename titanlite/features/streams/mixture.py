@@ -121,7 +121,8 @@ class MixtureDataset:
         for places, number, first in self.order.get_runs(seed, start, stop):
             name = self.names[number]
             first += self.offsets.get(name, 0)
-            part_seed, last = get_source_seed(seed, name), first + len(places)
+            part_seed = get_source_seed(seed, name)
+            last = first + len(places)
             with naming_source(name):
                 of_part = self.parts[number].get_train_indices(part_seed, first, last)
             indices[places - start] = of_part * len(self.parts) + number
@@ -280,7 +281,8 @@ def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
     """Build the tokenizer and the mixture of `data.sources`. DataError: a source cannot be used;
     the message names it.
     """
-    data, seq_len = resolve_tokenizer_path(job), job.training.seq_len
+    data = resolve_tokenizer_path(job)
+    seq_len = job.training.seq_len
     if not data.tokenizer_path:  # a tokenizer would be trained on the first source only
         raise DataError(
             "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. "

@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if known.base is not None and not known.merge:
         parser.error("--base is the model to merge adapters into; give --merge too.")
     setup_logger()
-    dtype, folder = getattr(torch, known.dtype), find_model("export", known.model)
+    dtype = getattr(torch, known.dtype)
+    folder = find_model("export", known.model)
     if known.merge:
         export_merged(folder, known.out, dtype, known.base)
     else:

@@ -153,7 +153,8 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _run(options: argparse.Namespace) -> None:
-    device, dims = torch.device("cuda" if torch.cuda.is_available() else "cpu"), None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dims = None
     leave_out_cudnn()
     keep_float32()
     if read_variable("RANK") is not None:

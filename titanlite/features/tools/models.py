@@ -113,10 +113,12 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
         CheckpointError: the adapters are damaged.
         ConfigError: there is no such model.
     """
-    place, name = "--base", asked
+    place = "--base"
+    name = asked
     remedy = "Correct it."
     if asked is None:
-        place, name = str(adapter / ADAPTER_CONFIG), read_adapter(adapter)[1].base
+        place = str(adapter / ADAPTER_CONFIG)
+        name = read_adapter(adapter)[1].base
         remedy = "Give the model that the adapters were trained on with --base MODEL."
     if not name:
         raise ConfigError(f"{command}: {place} names no model. {remedy}")

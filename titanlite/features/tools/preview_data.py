@@ -33,7 +33,8 @@ from titanlite.features.streams.stream import StreamDataset
 from titanlite.preflight import check_all
 
 _CANDIDATES = 64  # samples to choose from
-_COLOR, _PLAIN = ("\x1b[1;32m", "\x1b[0m"), ("[[", "]]")
+_COLOR = ("\x1b[1;32m", "\x1b[0m")
+_PLAIN = ("[[", "]]")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Painter:
     """
 
     def __init__(self, tokenizer: Any, *, color: bool, max_tokens: int) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
         self.marks = _COLOR if color else _PLAIN
 
     def __call__(self, ids: list[int], trained: list[bool]) -> str:
@@ -193,7 +195,8 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
         if source.name:
             print(f"{source.name}: {source.share:.2%} of the sequences")
         _show_source(source.dataset)
-    size, total = loader.global_batch_size, dataset.num_train_sequences
+    size = loader.global_batch_size
+    total = dataset.num_train_sequences
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")

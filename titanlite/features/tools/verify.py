@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # the files have a thread for each core
     folder = find_model("verify", known.folder)
     base = known.base and Path(local_folder("--base", known.base, weights=True))
-    problems, notes = list[str](), list[str]()
+    problems = list[str]()
+    notes = list[str]()
     try:
         if (folder / ADAPTER_FILE).exists():
             base = find_base("verify", folder, known.base)
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         problems = str(error).split("\n  ")
         if isinstance(error, ConfigError) and list(folder.glob("*config.json")):
-            problems, notes = [], [f"not compared with the class of the model: {error}"]
+            problems = []
+            notes = [f"not compared with the class of the model: {error}"]
     report = verify_folder(folder, base or None, problems=problems, frozen=known.frozen)
     report.notes += notes
     print(json.dumps(asdict(report), indent=1) if known.json else report)

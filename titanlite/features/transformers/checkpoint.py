@@ -190,13 +190,16 @@ class TransformersCheckpoint(StoredWeights):
         return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
     def _place(self, part: TracedPart) -> list[Placed]:
-        stored, region = self.stored.tensors[part.key], Region(part.starts, part.lengths)
+        stored = self.stored.tensors[part.key]
+        region = Region(part.starts, part.lengths)
         if stored.dtype not in FP8:
             return [Placed(_block(stored, part), region)]
         if part.source_lengths == stored.shape and len(region.lengths) >= len(stored.shape):
             return place(stored, region, self.stored.tensors, self.stored.block)
         scale, (rows, _) = find_scale(stored, self.stored.tensors, self.stored.block)
-        cut, first, count = _block(stored, part), part.source_starts[0], part.source_lengths[0]
+        cut = _block(stored, part)
+        first = part.source_starts[0]
+        count = part.source_lengths[0]
         if len(stored.shape) != 2 or first % rows:
             raise NotTraceable("a cut inside a block of FP8")
         scales = scale.rows(first // rows, -(-count // rows))._replace(key=scale.key)
@@ -230,10 +233,8 @@ class TransformersCheckpoint(StoredWeights):
 
         Raises CheckpointError: most are stored under names that differ in one and the same way.
         """
-        declared, base = (
-            self._model.declare_sources(),
-            f"{self._model.transformers_model.base_model_prefix}.",
-        )
+        declared = self._model.declare_sources()
+        base = f"{self._model.transformers_model.base_model_prefix}."
         own = [name for name, info in tensors.items() if info.persistent and not is_adapter(name)]
         own = [name for name in own if not isinstance(declared.get(name), Alias)]
         absent = [name for name in own if name not in self._claims]
@@ -256,7 +257,8 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
 
     Raises NotTraceable: its bytes do not follow one another in the file.
     """
-    starts, lengths = part.source_starts, part.source_lengths
+    starts = part.source_starts
+    lengths = part.source_lengths
     if lengths == stored.shape:
         return stored
     outer = next(dim for dim in range(len(lengths)) if lengths[dim] != stored.shape[dim])
@@ -356,16 +358,16 @@ def transformers_items(
     names = {entry.fqn: name for name, entry in entries.items()}
     forms, rename = stored_forms(entries, model)
     converted: dict[str, torch.Tensor] = {}
-    current, num_converted, items = "", 0, list[Item]()
+    current = ""
+    num_converted = 0
+    items = list[Item]()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         if form.region is not None:
-            local, held, writes = (
-                local_of(form.entry.tensor),
-                form.entry.region,
-                mine[names[form.entry.fqn]],
-            )
+            local = local_of(form.entry.tensor)
+            held = form.entry.region
+            writes = mine[names[form.entry.fqn]]
             piece = Piece(form.key, form.shape, form.region)
             items.append(Item.of(piece, stored, local, held, writes, form.entry.fqn))
             continue
@@ -373,7 +375,8 @@ def transformers_items(
             current = form.group.first
             found = _convert(form.group, entries, model)
             converted = {rename(key): value for key, value in found.items()}
-        piece, local = whole(form.key, form.shape), converted[form.key]
+        piece = whole(form.key, form.shape)
+        local = converted[form.key]
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")

@@ -120,7 +120,8 @@ class Traced:
             end = min(part.starts[dim] + part.lengths[dim], start + length)
             if end <= first:
                 continue
-            source_starts, source_lengths = list(part.source_starts), list(part.source_lengths)
+            source_starts = list(part.source_starts)
+            source_lengths = list(part.source_lengths)
             walked = part.dims[dim]
             if walked is not None:
                 source_starts[walked] += first - part.starts[dim]
@@ -143,7 +144,8 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     first = tensors[0]
     dim %= len(first.shape)
-    parts, end = [], 0
+    parts = []
+    end = 0
     for tensor in tensors:
         if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(
             first.shape
@@ -226,7 +228,8 @@ class Group:
                 more of a tensor.
             ValueError: the sources do not go together.
         """
-        entry, values = deepcopy(self.entry), {key: value_of(key) for key in self.keys}
+        entry = deepcopy(self.entry)
+        values = {key: value_of(key) for key in self.keys}
         for pattern, keys in self.sources.items():
             for key in keys:
                 entry.add_tensor(self.first, key, pattern, values[key])
@@ -267,13 +270,12 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    mapping, shapes = deepcopy(model.all_conversions), model.state_shapes
+    mapping = deepcopy(model.all_conversions)
+    shapes = model.state_shapes
     renamings, converters = _by_kind(mapping)
-    prefix, unexpected, targets = (
-        model.transformers_model.base_model_prefix,
-        list[str](),
-        dict[str, Any](),
-    )
+    prefix = model.transformers_model.base_model_prefix
+    unexpected = list[str]()
+    targets = dict[str, Any]()
     # in transformers' order: some renamings wait for a key
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)

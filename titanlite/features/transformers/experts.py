@@ -73,7 +73,8 @@ class _HeldExperts:
     """
 
     def __init__(self, module: Any) -> None:
-        self._module, self.num_experts = module, module.down_proj.shape[0]
+        self._module = module
+        self.num_experts = module.down_proj.shape[0]
 
     def __call__(
         self,
@@ -87,11 +88,14 @@ class _HeldExperts:
         """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of
         each token's rows.
         """
-        module, dtype = self._module, x.dtype
+        module = self._module
+        dtype = x.dtype
         if is_plain_swiglu(module) and not _adapted(module):
-            gate_up, down = local_tensor(module.gate_up_proj), local_tensor(module.down_proj)
+            gate_up = local_tensor(module.gate_up_proj)
+            down = local_tensor(module.down_proj)
             if module.is_transposed:
-                gate_up, down = gate_up.mT, down.mT
+                gate_up = gate_up.mT
+                down = down.mT
             return moe_experts(
                 x, gate_up, down, weight.float(), token, rows, offsets, exchange=exchange
             )

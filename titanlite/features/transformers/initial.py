@@ -94,7 +94,8 @@ class Notes(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
         if kwargs.get("device") is None and name in (*_EMPTY, *_FILLED):
             made = func(*args, **{**kwargs, "device": "meta"})
             if name in _EMPTY or made.numel() > _MOST_REAL:
@@ -107,7 +108,9 @@ class Notes(TorchFunctionMode):
     def _initialize(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not tensor.is_meta:
             return function(tensor, *args, **kwargs)
-        key, name, storage = _key(tensor), function.__name__, tensor.untyped_storage()
+        key = _key(tensor)
+        name = function.__name__
+        storage = tensor.untyped_storage()
         _, before, shape = self._writes.get(key, (None, None, ()))
         recipe = None
         if all(isinstance(value, int | float) for value in (*args, *kwargs.values())):
@@ -228,7 +231,8 @@ class Units:
     """
 
     def __init__(self, build: Callable[[], tuple[Any, Notes]], unit_of: Mapping[str, str]) -> None:
-        self._build, self._unit_of = build, unit_of
+        self._build = build
+        self._unit_of = unit_of
         self._members: defaultdict[str, list[str]] = defaultdict(list)  # tensors, by unit
         self._lock = Lock()  # torch's generator is one for all threads
         self._built: tuple[Any, Notes] | None = None
@@ -249,7 +253,9 @@ class Units:
         with self._lock, torch.random.fork_rng(devices=[]):
             if self._seed != seed or self._built is None:
                 _seed_by(f"{seed}")  # constructors draw, too
-                self._built, self._seed, self._drawn = self._build(), seed, {}
+                self._built = self._build()
+                self._seed = seed
+                self._drawn = {}
             if tensor not in self._drawn.get(unit, ()):
                 # Threads may be between two units.
                 self._drawn = dict([*self._drawn.items()][-1:])

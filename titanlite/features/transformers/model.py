@@ -187,10 +187,8 @@ class TransformersModel(Model):
                     )
                     # Padding on the right changes nothing before it. Positions are left to the
                     # class.
-                    document_ids_BS, positions_BS = (
-                        None,
-                        None if self.config.rope_limit is None else positions_BS,
-                    )
+                    document_ids_BS = None
+                    positions_BS = None if self.config.rope_limit is None else positions_BS
         if labels_BS is None:
             return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
         if self._facts is None or not self._facts.has_plain_head:
@@ -241,7 +239,8 @@ class TransformersModel(Model):
         shape = tokens_BS.shape
         if with_boundaries and document_ids_BS is not None:
             document_ids_BS, told = packing.boundaries(document_ids_BS)
-            tokens_BS, inputs = tokens_BS.view(1, -1), inputs | told
+            tokens_BS = tokens_BS.view(1, -1)
+            inputs = inputs | told
             positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS

@@ -67,7 +67,9 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
     """
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
-    first, second, other = tokens[:size], tokens[size : 2 * size], tokens[2 * size :]
+    first = tokens[:size]
+    second = tokens[size : 2 * size]
+    other = tokens[2 * size :]
     alone_2S = torch.tensor([second, [*second[:-1], other[-1]]], device=device)
     both_2S = torch.tensor([first + second, other + second], device=device)
     ids_2S = (torch.arange(2 * size, device=device) // size).expand(2, -1)
