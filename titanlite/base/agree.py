@@ -18,8 +18,14 @@ _T = TypeVar("_T")
 # "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote
 # process exited".
 _NCCL_SIGNS_OF_A_LOST_PEER = (
-    *("remote process", "aborted", "timeout", "timed out"),
-    *("Connection closed", "Connection refused", "Connection reset", "Broken pipe"),
+    "remote process",
+    "aborted",
+    "timeout",
+    "timed out",
+    "Connection closed",
+    "Connection refused",
+    "Connection reset",
+    "Broken pipe",
 )
 
 

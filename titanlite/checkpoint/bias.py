@@ -72,7 +72,10 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
             "checkpoint %s: %d of %d expert biases were rounded to two bytes until experts share "
             "their values: %s. Routers choose other experts than before the rounding. Take a "
             "checkpoint that has them in float32.",
-            *(folder, len(found), len(biases), shown(fold_names(found))),
+            folder,
+            len(found),
+            len(biases),
+            shown(fold_names(found)),
         )
 
 

@@ -42,9 +42,15 @@ _PROCESSOR_FILES = (
 )
 # Keys that are not taken over from the original config.json: titanlite writes its own values.
 _REPLACED_KEYS = {
-    *("model_type", "architectures", "dtype"),
-    *("quantization_config", "transformers_version", "torch_dtype"),
-    *("rope_theta", "rope_scaling", "original_max_position_embeddings"),
+    "model_type",
+    "architectures",
+    "dtype",
+    "quantization_config",
+    "transformers_version",
+    "torch_dtype",
+    "rope_theta",
+    "rope_scaling",
+    "original_max_position_embeddings",
     "num_local_experts",  # the other name of a number of experts
     "auto_map",  # names files with code, which are not written
 }

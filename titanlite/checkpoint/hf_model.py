@@ -493,5 +493,8 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
             "checkpoint: %s has no place for expert_bias, so transformers will choose other "
             "experts than this run did; the %d tensors are kept in %s/%s. For an exact export "
             "balance with moe.aux_loss_coeff instead.",
-            *(family_of(config).architecture, count, OWN_FOLDER, SIDECAR_FILE),
+            family_of(config).architecture,
+            count,
+            OWN_FOLDER,
+            SIDECAR_FILE,
         )

@@ -49,7 +49,9 @@ def untie(
         logger.warning(
             "checkpoint: %s has %s with other values than the tensor that config.json ties it to; "
             "both are kept, as transformers does, and what is saved says %s = false",
-            *(folder, ", ".join(problems), _FLAG),
+            folder,
+            ", ".join(problems),
+            _FLAG,
         )
     return untied
 

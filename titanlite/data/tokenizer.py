@@ -55,7 +55,11 @@ _RECIPE_VERSION = 2
 # machine only, and its other name for the table `extra_special_tokens`, which transformers 4
 # ignores.
 _NOT_WRITTEN = (
-    *("is_local", "local_files_only", "name_or_path", "trust_remote_code", "backend"),
+    "is_local",
+    "local_files_only",
+    "name_or_path",
+    "trust_remote_code",
+    "backend",
     "model_specific_special_tokens",
 )
 _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
@@ -206,7 +210,9 @@ def build_tokenizer(
     if elapsed_s:
         logger.info(
             "data: trained a byte-level BPE tokenizer, %d tokens, on %.1f MB in %.1f s",
-            *(num_tokens, min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6, elapsed_s),
+            num_tokens,
+            min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6,
+            elapsed_s,
         )
     # imported here for the reason given in get_bpe_form
     from transformers import PreTrainedTokenizerFast
@@ -290,7 +296,8 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
         "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than "
         "tokenizer.json. Here tokenizer.json counts; load it elsewhere with "
         "PreTrainedTokenizerFast.from_pretrained.",
-        *(folder, type(tokenizer).__name__),
+        folder,
+        type(tokenizer).__name__,
     )
     return plain
 

@@ -19,22 +19,18 @@ from titanlite.config.assets import base_model_of
 
 # The files of a model's folder that are read. Other files, such as a README, may differ.
 _FILES = (
-    *(
-        "*.safetensors",
-        "*.safetensors.index.json",
-        f"{OWN_FOLDER}/*.safetensors",
-        "config.json",
-        "*_config.json",
-    ),
-    *(
-        "tokenizer*",
-        "*token*.json",
-        "vocab.*",
-        "merges.txt",
-        "*.model",
-        "*.tiktoken",
-        "chat_template*",
-    ),
+    "*.safetensors",
+    "*.safetensors.index.json",
+    f"{OWN_FOLDER}/*.safetensors",
+    "config.json",
+    "*_config.json",
+    "tokenizer*",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
 )
 _WHOLE_BYTES = 64 << 20  # all bytes of files up to this size are compared, except safetensors
 # windows that are compared in the data of other files: at the start, each quarter, and the end

@@ -270,12 +270,18 @@ def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees
     logger.info(
         "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for "
         "%.0f %% of it",
-        *(degrees.pp, ", ".join(map(str, sizes)), count, 100 * waiting),
+        degrees.pp,
+        ", ".join(map(str, sizes)),
+        count,
+        100 * waiting,
     )
     if waiting >= _MUCH_WAITING and get_rank() == 0:
         logger.warning(
             "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or "
             "lower training.local_batch_size (%d), so that there are several micro-batches for "
             "each of the %d stages.",
-            *(100 * waiting, size, loader.local_batch_size, degrees.pp),
+            100 * waiting,
+            size,
+            loader.local_batch_size,
+            degrees.pp,
         )

@@ -23,11 +23,10 @@ _PEAK_BF16_TFLOPS = (
 # The first group with a word that is in a parameter's name gets it; words of titanlite's and
 # transformers' models.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *(("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")), ("experts", ("experts",))),
-    *(
-        ("router", (".gate.", ".router.", ".e_score_correction_bias")),
-        ("attention", ("attn", "attention")),
-    ),
+    ("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")),
+    ("experts", ("experts",)),
+    ("router", (".gate.", ".router.", ".e_score_correction_bias")),
+    ("attention", ("attn", "attention")),
     ("feed_forward", ("mlp", "feed_forward", "ffn", ".fc1.", ".fc2.")),
 )
 

@@ -65,13 +65,11 @@ class IdleExperts:
             logger.warning(
                 "moe: experts got no token, or less than %g of an even share, in steps %d to %d: "
                 "%s. %s",
-                *(
-                    _IDLE_SHARE,
-                    step - self.log_freq + 1,
-                    step,
-                    list_names(found, most=_MOST_LAYERS),
-                    self.if_idle,
-                ),
+                _IDLE_SHARE,
+                step - self.log_freq + 1,
+                step,
+                list_names(found, most=_MOST_LAYERS),
+                self.if_idle,
             )
         self._most = max(self._most, total) if total else 0
 

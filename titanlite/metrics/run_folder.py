@@ -52,20 +52,16 @@ _KEPT = ("training.global_batch_size", "moe.aux_loss_coeff", *CHOSEN)
 # Paths that may differ between machines and hold the same files: a hub model is in each machine's
 # cache. `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {
-    *(
-        "job.dump_folder",
-        "model.path",
-        "model.hf_assets_path",
-        "checkpoint.initial_load_path",
-        "lora.init_from",
-    ),
-    *(
-        "data.path",
-        "data.validation_path",
-        "data.tokenizer_path",
-        "data.cache_folder",
-        "data.chat_template",
-    ),
+    "job.dump_folder",
+    "model.path",
+    "model.hf_assets_path",
+    "checkpoint.initial_load_path",
+    "lora.init_from",
+    "data.path",
+    "data.validation_path",
+    "data.tokenizer_path",
+    "data.cache_folder",
+    "data.chat_template",
     "evaluation.path",
 }
 # A network file system may show a new file to other machines only when its cache of the folder has
