@@ -64,7 +64,8 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
     def find() -> list[str]:
         keys = [bias.key for bias in biases]
         reader = SafetensorsReader.of_keys(str(folder), stored, keys)
-        return [b.key for b in biases if _has_collapsed(reader.read_whole(b.key, b.dtype))]
+        values = reader.read_whole({bias.key: bias.dtype for bias in biases})
+        return [key for key, value in values.items() if _has_collapsed(value)]
 
     found = on_first_rank(find) if biases else []
     if found and get_rank() == 0:

@@ -179,10 +179,18 @@ class SafetensorsReader:
         with opened(self._file_bytes, needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
 
-    def read_whole(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return all of a tensor in `dtype`, without a log line."""
-        shape = self._tensors[key][0]
-        return read_region(self, key, whole(key, shape).region, dtype)
+    def read_whole(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Return whole tensors in these dtypes, by name, without a log line."""
+        values = {
+            name: torch.empty(self._tensors[name][0], dtype=dtype) for name, dtype in dtypes.items()
+        }
+        self.read_quietly(
+            [
+                ReadRequest(name, whole(name, tuple(value.shape)).region, value)
+                for name, value in values.items()
+            ]
+        )
+        return values
 
     def _parts(self, request: ReadRequest) -> Iterator[_Overlap]:
         where = f"checkpoint {self.name}"

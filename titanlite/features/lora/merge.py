@@ -150,7 +150,7 @@ class _Corrections:
 
     def _read_pair(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B of the weight `name` in float64; of experts (E, r, in) and (E, out, r)."""
-        a, b = (self._reader.read_whole(key, torch.float64) for key in self._pairs[name])
+        a, b = self._reader.read_whole(dict.fromkeys(self._pairs[name], torch.float64)).values()
         if rows := list(find_rows(name, self._config)):
             in_memory = torch.cat([torch.arange(start, start + count) for start, count in rows])
             b = torch.empty_like(b).index_copy_(0, in_memory, b)

@@ -372,8 +372,5 @@ class ConvertingReader:
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
         reader = SafetensorsReader.of_keys(self.name, self.stored, keys)
-        values = {}
-        for key in keys:
-            stored = self.stored.tensors[key].dtype
-            values[key] = reader.read_whole(key, dtype if stored in FP8 else stored)
-        return values
+        dtypes = {key: self.stored.tensors[key].dtype for key in keys}
+        return reader.read_whole({k: dtype if d in FP8 else d for k, d in dtypes.items()})
