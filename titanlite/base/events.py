@@ -26,7 +26,7 @@ def record_event(kind: str, text: str, step: int) -> None:
 
     `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for
     people. A file that cannot be written is a warning, because an event often precedes a worse
-    error; the next event writes it, too.
+    error.
     """
     file = _state.get("file")
     if get_rank() or file is None:

@@ -2,7 +2,7 @@
 writes into a folder.
 
 Opening a pipe waits for its other end, and reading a device may never end. Records that cannot be
-appended wait; files that cannot be replaced stay.
+appended are lost; files that cannot be replaced stay.
 """
 
 import errno
@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import IO, Any, ClassVar
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.text import describe_error
 
-_MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_READ_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
 
@@ -85,38 +83,20 @@ def read_json(path: str | Path) -> Any:
 
 
 class AppendedFile:
-    """A file whose records are appended whole or not at all. Those that cannot be written wait for
-    the next call.
+    """A file whose records are appended whole or not at all.
 
-    It is opened each time, its folder made if missing, so that a killed process, or a disk that was
-    full when the run began, loses nothing. At most 16 MiB wait; beyond that, the oldest records are
-    dropped.
+    It is opened each time, its folder made if missing, so that a killed process loses nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[bytes] = deque()
 
-    def append(self, record: bytes = b"") -> None:
-        """Write what waits and then `record`, in one piece. Raises OSError: it cannot be written,
-        and waits.
-        """
-        if record:
-            self._waiting.append(record)
-        try:
-            self._write(b"".join(self._waiting))
-        except OSError:
-            num_bytes = sum(map(len, self._waiting))
-            while num_bytes > _MOST_BYTES:
-                num_bytes -= len(self._waiting.popleft())
-            raise
-        self._waiting.clear()
-
-    def _write(self, data: bytes) -> None:
+    def append(self, record: bytes) -> None:
+        """Write `record`. Raises OSError: it cannot be written, and is lost."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            rest = memoryview(data)
+            rest = memoryview(record)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]

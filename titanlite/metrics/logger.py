@@ -82,7 +82,7 @@ class MetricsLogger:
     under the names that TensorBoard shows (docs/observability.md), null where not finite; of values
     per MoE layer one list. A resumed run appends; where a step occurs twice, the later line counts.
 
-    What cannot be written is one warning, and waits in memory for the next point.
+    A point that cannot be written is lost, with one warning in all.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._append()
+        self._append(b"")  # the file is there from the start, or the warning is
         if job.metrics.enable_progress_bar and can_show_bar():
             self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
 
@@ -222,14 +222,11 @@ class MetricsLogger:
             )
 
     def close(self) -> None:
-        """Write the waiting records, if any, and remove the progress bar; later calls do
-        nothing.
-        """
+        """Remove the progress bar, and close TensorBoard's file; later calls do nothing."""
         if not self._enabled:
             return
         self._enabled = False
         self._stop_bar()
-        self._append()
         if self._writer is not None:
             with suppress(OSError):  # told when it failed first
                 self._writer.close()
@@ -285,14 +282,14 @@ class MetricsLogger:
             )
             self._tensorboard = None
 
-    def _append(self, record: bytes = b"") -> None:
-        """Write what waits for metrics.jsonl and `record`; if that fails, warn once."""
+    def _append(self, record: bytes) -> None:
+        """Write `record` to metrics.jsonl; if that fails, warn once."""
         try:
             self._file.append(record)
         except OSError as error:
             warn_once(
                 f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training "
-                "goes on, and what could not be written waits for the next point."
+                "goes on without the points that cannot be written."
             )
 
     def _stop_bar(self) -> None:
