@@ -21,6 +21,8 @@ from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader, ValidationSet
+from titanlite.features.tools import verify
+from titanlite.features.verify import read_certificate
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.materialize.plan import clean_name
@@ -233,6 +235,9 @@ def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
     train(meshes["TP2xFSDP2"], resumed, *QWEN3, *overrides)
     name = "checkpoint/step-4/model.safetensors"
     assert file_digest(whole / name) == file_digest(resumed / name)
+    one, other = (read_certificate(folder / "checkpoint/step-4") for folder in (whole, resumed))
+    assert one == other and one["run"]["training.objective"] == "dpo"
+    assert verify.main([str(resumed)]) == 0
     assert file_digest(whole / name) != file_digest(whole / "checkpoint/step-2/model.safetensors")
     text = (whole / "metrics.jsonl").read_text()
     assert all(word in text for word in ("rewards/accuracy", "rewards/margin", "loss/validation"))

@@ -186,6 +186,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 # Files that titanlite adds to a Hugging Face model are in a subfolder: vLLM reads every
 # *.safetensors next to a model without an index, and people copy folders with a glob.
 OWN_FOLDER = "titanlite"
+CERTIFICATE_FILE = f"{OWN_FOLDER}/certificate.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.materialize.digest import digest_plan
 from titanlite.materialize.execute import allocate, fill, verify
 from titanlite.materialize.layout import Region, local_of, region_of
 from titanlite.materialize.plan import Plan, TensorEntry, build_plan

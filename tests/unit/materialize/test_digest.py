@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from titanlite.materialize.digest import MODULUS, bytes_in, digest
+from titanlite.materialize.digest import MODULUS, bytes_in, digest, shift
 from titanlite.materialize.layout import Region
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8)
@@ -75,3 +75,25 @@ def test_every_lost_bit_is_seen(dtype):
 
 def test_zeros_have_the_digest_of_nothing():
     assert of(torch.zeros(1000)) == of(torch.empty(0)) == 0
+
+
+def test_a_place_is_a_factor():
+    memory = bytes_in(values_of(torch.bfloat16, 1 << 16))
+    for words in (1, 1000, 1 << 15, 40_000):
+        assert digest(memory, 8 * words) == digest(memory) * shift(words) % MODULUS
+        assert digest(memory) == digest(memory, 8 * words) * shift(-words) % MODULUS
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("distance", [1, 2, 4, 64, 1 << 15, 1 << 17])
+def test_every_exchange_and_every_two_signs_are_seen(dtype, distance):
+    values = values_of(dtype, 1 << 18)
+    before = of(values)
+    for first in range(5):
+        pair = [first, first + distance]
+        changed = values.clone()
+        changed[pair] = values[pair[::-1]]
+        assert torch.equal(changed, values) or of(changed) != before
+        changed = values.clone()
+        changed[pair] *= -1
+        assert of(changed) != before

@@ -3,5 +3,5 @@
 Needs torch and safetensors alone.
 """
 
-from titanlite.features.verify.certificate import certify, digest_base, read_certificate
+from titanlite.features.verify.certificate import digest_base, read_certificate
 from titanlite.features.verify.checks import Report, verify_folder

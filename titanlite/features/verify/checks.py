@@ -4,12 +4,12 @@ certificate says.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlite.base.errors import CheckpointError
 from titanlite.base.text import format_table
@@ -25,48 +25,12 @@ from titanlite.checkpoint.folder import (
     read_model_headers,
 )
 from titanlite.checkpoint.pieces import SIDECAR_FILE
-from titanlite.features.verify.certificate import read_certificate, spell
-from titanlite.features.verify.scan import PLAIN, Look, scan
+from titanlite.features.verify.certificate import digest_base, read_certificate, spell
+from titanlite.features.verify.scan import GROUPS, PLAIN, Look, scan
 
-# A tensor belongs to the first group whose pattern its key has.
-_GROUPS = {
-    "norms": "norm",
-    "routers, biases": r"(gate|router)\.|bias$",
-    "experts": "expert",
-    "embedding": "embed|wte",
-    "head": "head",
-    "attention": "attn|attention",
-    "others": "",
-}
 _FULL = {"norms", "routers, biases", "embedding"}  # adapters leave them as they are
 _KEPT = ("frozen", "carried")
 _ENOUGH = 1 << 14  # elements, to tell a distribution
-
-
-class Tensor(NamedTuple):
-    """A stored tensor: `now` and `before` (in the base) are its digests, `row` is that of the
-    certificate.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    look: Look
-    now: str
-    before: str | None
-    row: Mapping[str, Any]
-
-    @property
-    def group(self) -> str:
-        return next(name for name, pattern in _GROUPS.items() if re.search(pattern, self.key))
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) > 1 and self.look.varied > 0
-
-    @property
-    def is_kept(self) -> bool:
-        return self.now == self.before
 
 
 @dataclass
@@ -113,27 +77,33 @@ def verify_folder(
         origin = Stored({}, {}) if base is None else read_model_headers(base)
         looks = scan(stored, origin)
         known = certificate.get("base", {})
-        given = {key: look.base_digest for key, look in looks.items() if look.compared}
-        if known and is_adapter:
-            given = {key: look.digest for key, look in scan(origin, Stored({}, {})).items()}
+        seen = {
+            key: spell(origin.tensors[key].dtype, sum(look.base_digest for look in parts))
+            for key, parts in looks.items()
+            if any(look.compared for look in parts)
+        }
+        if base is not None and is_adapter and known:
+            seen = digest_base(base)
     except CheckpointError as error:
         report.problems += [line.strip() for line in str(error).splitlines()]
         return report
-    seen = {key: spell(origin.tensors[key].dtype, digest) for key, digest in given.items()}
     report.blame(
-        [key for key, value in seen.items() if known and known.get(key) != value],
+        [key for key in known if seen.get(key, known[key]) != known[key]],
         f"{base} is not the base that the run began with. Give the right revision.",
     )
     rows = certificate.get("tensors", {})
-    tensors = []
-    for key, look in looks.items():
-        _, dtype, shape, *_ = stored.tensors[key]
-        row = rows.get(key, {"state": "frozen"} if fnmatch(key, frozen) else {})
-        before = seen.get(key, known.get(key))
-        now = spell(dtype, look.digest)
-        tensors.append(Tensor(key, shape, now.partition(":")[0], look, now, before, row))
+    now = {}
+    for key, parts in looks.items():
+        now[key] = spell(stored.tensors[key].dtype, sum(look.digest for look in parts))
+        for look in parts:
+            look.dtype = now[key].partition(":")[0]
+            look.before = seen.get(key, known.get(key, ""))
+            look.row = rows.get(key, {"state": "frozen"} if fnmatch(key, frozen) else {})
+            same = look.digest == look.base_digest if look.compared else look.before == now[key]
+            look.is_kept = same and look.before.startswith(look.dtype)
+    tensors = [look for parts in looks.values() for look in parts]
     _check(tensors, config, report)
-    _check_saved({tensor.key: tensor.now for tensor in tensors}, rows, report)
+    _check_saved(now, rows, report)
     if is_adapter:
         _check_targets(looks, config, report)
     else:
@@ -151,68 +121,67 @@ def _read(folder: Path, report: Report) -> Stored:
         files = {key: tensor.file.name for key, tensor in stored.tensors.items()}
         stale = [key for key, _ in index.items() ^ files.items()]
         report.blame(stale, f"{INDEX_FILE} is stale: it and the files differ. Write it anew.")
-    sidecar = folder / OWN_FOLDER / SIDECAR_FILE
-    own = read_headers([sidecar] if sidecar.exists() else [], str(folder))
-    return replace(
-        stored,
-        tensors=stored.tensors | own.tensors,
-        file_bytes=stored.file_bytes | own.file_bytes,
-    )
+    own = read_headers((folder / OWN_FOLDER).glob(SIDECAR_FILE), str(folder))
+    return Stored(stored.tensors | own.tensors, stored.file_bytes | own.file_bytes)
 
 
-def _check(tensors: Sequence[Tensor], config: Mapping[str, Any], report: Report) -> None:
+def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -> None:
     """Check what tensors say by themselves; what is as in the base is the base's."""
-
-    def blame(test: Callable[[Tensor], Any], sentence: str) -> None:
-        report.blame([t.key for t in tensors if not t.is_kept and test(t)], sentence)
-
-    blame(lambda t: t.look.bad, "has NaN or infinite elements. Take an earlier checkpoint.")
-    blame(
-        lambda t: len(t.shape) > 1 and not t.look.varied,
-        "all its elements are equal, such as 0: it was not trained, loaded or saved.",
-    )
-    first: dict[tuple[str, tuple[int, ...]], str] = {}
+    first: dict[int, str] = {}
     for t in tensors:
         if t.is_matrix and not (t.group == "head" and config.get("tie_word_embeddings")):
-            original = first.setdefault((t.now, t.shape), t.key)
-            if original != t.key:
-                blame(lambda x, t=t: x is t, f"has the bits of {original}: one was written twice.")
-    blame(
-        lambda t: is_bias(t.key) and t.look.varied and not (t.look.exact and t.dtype == "float32"),
+            first.setdefault(t.own, t.key)
+    changed = [t for t in tensors if not t.is_kept]
+    report.blame(
+        [t.key for t in changed if not t.finite],
+        "has NaN or infinite elements. Take an earlier checkpoint.",
+    )
+    report.blame(
+        [t.key for t in changed if len(t.shape) > 1 and not t.varied],
+        "all its elements are equal, such as 0: it was not trained, loaded or saved.",
+    )
+    report.blame(
+        [f"{t.key} ({first[t.own]})" for t in changed if first.get(t.own, t.key) != t.key],
+        "has the bits of the one in brackets: one was written twice.",
+    )
+    report.blame(
+        [
+            t.key
+            for t in changed
+            if is_bias(t.key) and t.varied and not (t.exact and t.dtype == "float32")
+        ],
         "a selection bias was rounded to 16 bits, so routers choose others. Keep it in float32.",
     )
     dtype = {**config, **config.get("text_config", {})}.get("dtype")
     others = {str(x).removeprefix("torch.") for x in PLAIN} - {dtype, "float32"}
-    blame(
-        lambda t: dtype and t.dtype in others,
+    report.blame(
+        [t.key for t in changed if dtype and t.dtype in others],
         f"is not in {dtype}, the dtype in config.json. Save it in that.",
     )
 
 
 def _check_saved(now: Mapping[str, str], rows: Mapping[str, Any], report: Report) -> None:
-    saved = {key: row["digest"] for key, row in rows.items()}
-    key_of = {digest: key for key, digest in saved.items()}
-    changed = [key for key in saved if key in now and now[key] != saved[key]]
-    moved = [f"{key} (has {key_of[now[key]]})" for key in changed if now[key] in key_of]
-    rest = [f"{key} ({rows[key]['state']})" for key in changed if now[key] not in key_of]
-    report.blame(moved, "exchanged since it was saved. Copy the folder again.")
-    report.blame(rest, "has other bits than were saved. Copy the folder again.")
-    report.blame(saved.keys() - now.keys(), "was saved, and is missing. Copy the folder again.")
+    key_of = {row["digest"]: key for key, row in rows.items()}
+    report.blame(
+        [
+            f"{key} ({row['state']}, has {key_of.get(now[key], 'other bits')})"
+            for key, row in rows.items()
+            if now.get(key, row["digest"]) != row["digest"]
+        ],
+        "is not what was saved. Copy the folder again.",
+    )
+    report.blame(rows.keys() - now.keys(), "was saved, and is missing. Copy the folder again.")
 
 
-def _check_training(tensors: Sequence[Tensor], config: Mapping[str, Any], report: Report) -> None:
+def _check_training(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -> None:
     compared = [t for t in tensors if t.before]
     moved = [t for t in compared if not t.is_kept]
     report.blame(
-        [
-            t.key
-            for t in moved
-            if t.row.get("state") in _KEPT and (t.before or "").startswith(t.dtype)
-        ],
+        [t.key for t in moved if t.row.get("state") in _KEPT and t.before.startswith(t.dtype)],
         "was not trained, and differs from the base. Something changed it.",
     )
     report.blame(
-        [t.key for t in moved if t.is_matrix and t.look.change > 0.9],
+        [t.key for t in moved if t.is_matrix and t.change > 0.9],
         "has nothing in common with the base's: exchanged, permuted, or begun anew.",
     )
     groups = {t.group for t in moved}
@@ -224,7 +193,7 @@ def _check_training(tensors: Sequence[Tensor], config: Mapping[str, Any], report
     )
     deviation = config.get("initializer_range") or 0.02
     large = [t for t in tensors if t.is_matrix and math.prod(t.shape) >= _ENOUGH]
-    fresh = [t for t in large if t.look.is_normal(deviation) and t.before is None]
+    fresh = [t for t in large if t.is_normal(deviation) and not t.before]
     mixed = {t.group for t in large if t not in fresh}
     report.blame(
         [t.key for t in fresh if mixed and t.group not in mixed and "init" not in str(t.row)],
@@ -243,12 +212,12 @@ def _check_targets(keys: Iterable[str], config: Mapping[str, Any], report: Repor
     )
 
 
-def _tabulate(tensors: Sequence[Tensor]) -> list[tuple[str, ...]]:
+def _tabulate(tensors: Sequence[Look]) -> list[tuple[str, ...]]:
     rows = [("group", "tensors", "dtype", "differ from the base", "by (median, most)")]
-    for name in _GROUPS:
+    for name in GROUPS:
         group = [t for t in tensors if t.group == name]
-        compared = [t for t in group if t.before is not None]
-        changes = [t.look.change for t in group if t.look.compared]
+        compared = [t for t in group if t.before]
+        changes = [t.change for t in group if t.compared]
         moved = sum(not t.is_kept for t in compared)
         if group:
             by = f"{median(changes):.2%}, {max(changes):.2%}" if changes else "-"

@@ -8,18 +8,21 @@ from typing import Any
 import torch.distributed as dist
 
 from titanlite.base.agree import on_first_rank
+from titanlite.base.errors import CheckpointError
+from titanlite.base.log import logger
 from titanlite.checkpoint.commit import Certify
 from titanlite.checkpoint.description import describe_versions
+from titanlite.checkpoint.folder import CERTIFICATE_FILE
 from titanlite.checkpoint.writer import Item
 from titanlite.config.assets import base_model_of
 from titanlite.config.parallelism import CHOSEN
 from titanlite.features.verify.certificate import (
-    CERTIFICATE_FILE,
-    describe,
     digest_base,
     read_certificate,
     render,
+    spell,
 )
+from titanlite.materialize import Read
 from titanlite.metrics.run_folder import get_identity
 from titanlite.trainer import Parts
 
@@ -28,17 +31,16 @@ def certify_checkpoints(parts: Parts) -> None:
     """Make every checkpoint of the run hold its certificate; a resumed run takes over what its
     first step and its sources were.
 
-    Raises CheckpointError: the weights that the run began with cannot be read. Collective: every
-    rank must call.
+    The first save digests the model that training began with: the start does not wait for that, and
+    a run in which `checkpoint.async_mode` is set does not either.
+
+    Raises CheckpointError: the certificate of the checkpoint that the run resumes from is damaged.
+    Collective: every rank must call.
     """
     run, stepper = parts.run, parts.stepper
     job, start = run.job, run.start
-    if not job.checkpoint.enable:
-        return
     known = on_first_rank(lambda: read_certificate(start.folder) if start else {})
     base, path = known.get("base", {}), job.checkpoint.initial_load_path
-    if path and not base:
-        base = digest_base(Path(path))
     entries = {entry.fqn: entry for entry in parts.plan.entries}
     origin = base_model_of(path)
     # what is chosen for the GPUs names the mesh
@@ -49,7 +51,7 @@ def certify_checkpoints(parts: Parts) -> None:
     }
     facts = {
         "model": run.model_config.family,
-        "trained_from": asdict(origin) if origin else None,
+        "trained_from": origin and asdict(origin),
         "data": parts.loader.fingerprint,
         "run": identity,
         "optimizer": asdict(job.optimizer),
@@ -59,13 +61,26 @@ def certify_checkpoints(parts: Parts) -> None:
     }
 
     def row(item: Item, digest: int) -> dict[str, Any]:
-        found = describe(entries.get(item.name), item.shape, item.dtype, digest)
-        if found["state"] == "trained":
+        state = source = "carried"
+        entry = entries.get(item.name)
+        if entry is not None:
+            state = "trained" if entry.tensor.requires_grad else "frozen"
+            state = "buffer" if entry.info.kind == "buffer" else state
+            source = "base" if isinstance(entry.source, Read) else str(entry.source)
+        found = {"state": state, "source": source, "shape": list(item.shape)}
+        found["digest"] = spell(item.dtype, digest)
+        if state == "trained":
             found["gradient"] = item.name not in (stepper.unreached or ())
         before = known.get("tensors", {}).get(item.key, {})
         return found | {key: before[key] for key in ("source", "gradient") if key in before}
 
     def certify(step: int) -> Certify:
+        try:
+            if path and not base:
+                base.update(digest_base(Path(path), parts.checkpointer.group))
+        except CheckpointError as error:
+            logger.warning("certificate: without digests of the base: %s", error)
+
         def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
             first = known.get("first_step")
             if stepper.first is not None and run.first_step == 0:

@@ -1,53 +1,90 @@
 """One pass over the stored tensors of a folder, and of the one that training began with.
 
-Streams: a thread holds 1 MiB of each folder at a time.
+Streams: a thread holds 1 MiB of each folder at a time, and does all with it while it is in the
+cache.
 """
 
 import math
-import operator
-import threading
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.checkpoint.reader import JOB_BYTES, io_threads, opened, read_bytes, run_jobs
-from titanlite.materialize.digest import digest
+from titanlite.materialize.digest import MODULUS, digest, shift
 
 PLAIN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _SAMPLE = 1 << 16
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Look(NamedTuple):
-    """Facts of a stored tensor, each a sum over parts of 1 MiB of the tensor.
+# A tensor belongs to the first group whose pattern its key has.
+GROUPS = {
+    "norms": "norm",
+    "routers, biases": r"(gate|router)\.|bias$",
+    "experts": "expert",
+    "embedding": "embed|wte",
+    "head": "head",
+    "attention": "attn|attention",
+    "others": "",
+}
+
+
+@dataclass
+class Look:
+    """Facts of a stored tensor, or of an expert in it.
 
     Attributes:
+        place: words of the stored tensor before it.
+        compared: the base has it, too.
         digest, base_digest: summands; the second is of the tensor of the same key and shape in the
             base.
-        compared: parts that the base has, too.
-        bad: elements that are NaN or infinite.
-        varied: parts with elements that differ.
-        exact: parts whose last 16 bits are not all zero.
-        distance, extent: squared norms of the difference from the base, and of the base.
+        finite: no element is NaN or infinite.
+        varied: its elements differ, within 1 MiB.
+        exact: its first float32 elements have more bits than 16.
+        distance, extent: squared norms of the difference from the base, and of the base, of the
+            first 65,536 elements of each MiB.
         power, fourth: mean square, and mean fourth power, of the first 65,536 elements.
+        dtype, before, row: as in a certificate: that of the tensor, its digest in the base, and all
+            that is known of it; `scan` leaves them empty.
+        is_kept: it is as in the base.
     """
 
-    digest: int
+    key: str
+    shape: tuple[int, ...]
+    place: int
+    compared: bool
+    digest: int = 0
     base_digest: int = 0
-    compared: int = 0
-    bad: int = 0
-    varied: int = 0
-    exact: int = 0
+    finite: bool = True
+    varied: bool = False
+    exact: bool = False
     distance: float = 0.0
     extent: float = 0.0
     power: float = 0.0
     fourth: float = 0.0
+    dtype: str = ""
+    before: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    is_kept: bool = False
+
+    @property
+    def own(self) -> int:
+        """Digest of its bits, wherever they are."""
+        return self.digest * shift(-self.place) % MODULUS
+
+    @property
+    def group(self) -> str:
+        return next(name for name, pattern in GROUPS.items() if re.search(pattern, self.key))
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1 and self.varied
 
     @property
     def change(self) -> float:
@@ -55,85 +92,76 @@ class Look(NamedTuple):
         return math.sqrt(self.distance / self.extent) if self.extent else 0.0
 
     def is_normal(self, deviation: float) -> bool:
-        """Return True if the sample is as of a normal distribution around 0, within 3 %."""
+        """Return True if the sample is as of a normal distribution around 0, within 5 %."""
         squares = (self.power, deviation**2), (self.fourth, 3 * self.power**2)
-        return all(math.isclose(value, wanted, rel_tol=0.03) for value, wanted in squares)
+        return all(math.isclose(value, wanted, rel_tol=0.05) for value, wanted in squares)
 
 
-def scan(stored: Stored, base: Stored) -> dict[str, Look]:
-    """Read every tensor of `stored` once, and of `base` those with the same key and shape.
+def scan(stored: Stored, base: Stored) -> dict[str, list[Look]]:
+    """Read every tensor of `stored` once, and of `base` those with the same key and shape. Experts
+    that are stored in one tensor have a look each.
 
     Raises CheckpointError: a file cannot be read, or is not as its header said.
     """
-    found: dict[str, Look] = {}
-    look = partial(_look, threading.local())
-    # A file at a time: the jobs of hundreds of GB would need memory, too.
-    for _, tensors in groupby(stored.tensors.values(), lambda tensor: tensor.file):
-        jobs = []
-        files = set[Path]()
-        for tensor in tensors:
-            other = base.tensors.get(tensor.key)
-            if other is not None and not _is_comparable(tensor, other):
-                other = None
-            files |= {tensor.file, (other or tensor).file}
-            total = math.prod(tensor.shape)
-            step = JOB_BYTES // tensor.dtype.itemsize
-            for first in range(0, max(total, 1), step):
-                count = min(step, total - first)
-                jobs.append((tensor.key, (tensor, other, first, count)))
-        with opened(stored.file_bytes | base.file_bytes, files) as handles:
-            looks = run_jobs((partial(look, handles, *job) for _, job in jobs), io_threads())
-        for (key, _), part in zip(jobs, looks, strict=True):
-            found[key] = Look._make(map(operator.add, found[key], part)) if key in found else part
+    found = {key: list[Look]() for key in stored.tensors}
+    jobs = []
+    for key, tensor in stored.tensors.items():
+        other = base.tensors.get(key)
+        if other is not None:
+            dtypes = {tensor.dtype, other.dtype}
+            is_alike = tensor.shape == other.shape and (len(dtypes) == 1 or dtypes <= PLAIN)
+            other = other if is_alike else None
+        is_split = "expert" in key and len(tensor.shape) > 2
+        rows = tensor.shape[0] if is_split else 1
+        count = math.prod(tensor.shape) // max(rows, 1)
+        for row in range(rows):
+            part = range(row * count, (row + 1) * count)
+            look = Look(
+                f"{key}[{row}]" if is_split else key,
+                tensor.shape[1:] if is_split else tensor.shape,
+                part.start * tensor.dtype.itemsize // 8,
+                other is not None,
+            )
+            found[key].append(look)
+            jobs.append(partial(_look, look, tensor, other, part))
+    sizes = stored.file_bytes | base.file_bytes
+    with opened(sizes, sizes) as handles:
+        run_jobs((partial(job, handles) for job in jobs), io_threads())
     return found
-
-
-def _is_comparable(one: StoredTensor, other: StoredTensor) -> bool:
-    return one.shape == other.shape and (
-        one.dtype == other.dtype or {one.dtype, other.dtype} <= PLAIN
-    )
 
 
 @torch.no_grad()
 def _look(
-    buffers: threading.local,
-    handles: Mapping[Path, int],
+    found: Look,
     stored: StoredTensor,
     base: StoredTensor | None,
-    first: int,
-    count: int,
-) -> Look:
-    def read(tensor: StoredTensor, name: str) -> tuple[torch.Tensor, int]:
+    part: range,
+    handles: Mapping[Path, int],
+) -> None:
+    def read(tensor: StoredTensor) -> tuple[torch.Tensor, int]:
         size = tensor.dtype.itemsize
-        if not hasattr(buffers, name):
-            setattr(buffers, name, torch.empty(8 * JOB_BYTES, dtype=torch.uint8))
-        raw = getattr(buffers, name)[: count * size]
-        read_bytes(handles, tensor.file, bytes_of(raw), tensor.offset + first * size)
-        return raw, digest(raw, first * size)
+        raw = torch.empty(len(block) * size, dtype=torch.uint8)
+        read_bytes(handles, tensor.file, bytes_of(raw), tensor.offset + block.start * size)
+        return raw, digest(raw, block.start * size)
 
-    raw, summand = read(stored, "own")
-    bits = raw.view(_BITS[stored.dtype.itemsize])
-    values = raw.view(stored.dtype)
-    found = Look(
-        summand,
-        varied=int(count > 1 and (bits[0] != bits[-1] or bool((bits != bits[0]).any()))),
-        exact=int(
-            stored.dtype != torch.float32
-            or bool((bits[:64] & 0xFFFF).any() or (bits & 0xFFFF).any())
-        ),
-    )
-    if stored.dtype not in PLAIN:
-        return found
-    if not values.sum().isfinite():  # or, rarely, the sum is too large
-        found = found._replace(bad=int((~values.isfinite()).sum()))
-    if not first:
-        squares = values[:_SAMPLE].double().square()
-        found = found._replace(power=float(squares.mean()), fourth=float(squares.square().mean()))
-    if base is not None:
-        other, summand = read(base, "base")
-        before = other.view(base.dtype).float()
-        extent = float(torch.dot(before, before))
-        before -= values
-        distance = float(torch.dot(before, before))
-        found = found._replace(base_digest=summand, compared=1, extent=extent, distance=distance)
-    return found
+    size = stored.dtype.itemsize
+    for at in range(0, len(part), JOB_BYTES // size):
+        block = part[at : at + JOB_BYTES // size]
+        raw, summand = read(stored)
+        values = raw.view(stored.dtype)
+        found.digest += summand
+        found.varied |= not torch.equal(raw[size:], raw[:-size])
+        found.exact |= bool(raw[:256:4].any())
+        if stored.dtype in PLAIN:
+            # the sum of finite elements may overflow, rarely
+            found.finite &= bool(values.sum().isfinite()) or bool(values.isfinite().all())
+            if not at:
+                squares = values[:_SAMPLE].float().square()
+                found.power, found.fourth = squares.mean().item(), squares.square().mean().item()
+        if base is not None:
+            raw, summand = read(base)
+            before = raw.view(base.dtype)[:_SAMPLE].float()
+            found.base_digest += summand
+            found.extent += torch.dot(before, before).item()
+            before -= values[:_SAMPLE]
+            found.distance += torch.dot(before, before).item()

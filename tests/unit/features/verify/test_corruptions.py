@@ -16,9 +16,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from titanlite.checkpoint.folder import read_model_headers
+from titanlite.checkpoint.folder import CERTIFICATE_FILE, read_model_headers
 from titanlite.features.tools.verify import main
-from titanlite.features.verify.certificate import CERTIFICATE_FILE, digest_base, render
+from titanlite.features.verify import digest_base, verify_folder
+from titanlite.features.verify.certificate import render
 
 SIZES = {
     "vocab_size": 64,
@@ -182,7 +183,7 @@ BASE, CERTIFIED, ALONE = "base", "certificate", "alone"
 CORRUPTIONS = {
     "one rank's experts twice": (
         *("moe", ALONE, in_tensors(experts_twice)),
-        r"experts\.2\.gate_proj\.weight: has the bits of model\.layers\.0\.mlp\.experts\.0\.gate",
+        r"experts\.2\.gate_proj\.weight \(model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight\)",
     ),
     "experts untouched by training": (
         *("moe", BASE, experts_untouched),
@@ -194,11 +195,11 @@ CORRUPTIONS = {
     ),
     "one layer swapped, certified": (
         *("moe", CERTIFIED, layers_exchanged),
-        r"layers\.0\.(\S+) \(has model\.layers\.1\.\1\).* exchanged since it was saved",
+        r"layers\.0\.(\S+) \(trained, has model\.layers\.1\.\1\).*: is not what was saved",
     ),
     "head untied": (
         *("tied", ALONE, untied),
-        r"model\.embed_tokens\.weight: has the bits of lm_head\.weight",
+        r"model\.embed_tokens\.weight \(lm_head\.weight\): has the bits of the one in brackets",
     ),
     "tie broken": (
         *("tied", ALONE, in_tensors(torn)),
@@ -229,7 +230,7 @@ CORRUPTIONS = {
     ),
     "two experts exchanged": (
         *("moe", CERTIFIED, exchange((GATE, EXPERT.format(0, 2, "gate")))),
-        r"experts\.1\.gate_proj\.weight \(has model\.layers\.0\.mlp\.experts\.2\.gate_proj",
+        r"experts\.1\.gate_proj\.weight \(trained, has model\.layers\.0\.mlp\.experts\.2\.gate",
     ),
     "q and k exchanged": (
         *("moe", BASE, exchange((Q, K))),
@@ -246,7 +247,7 @@ CORRUPTIONS = {
     ),
     "a carried tensor changed": (
         *("moe", CERTIFIED, one("lm_head.weight", lambda values: values + 1)),
-        r"lm_head\.weight \(carried\): has other bits than were saved",
+        r"lm_head\.weight \(carried, has other bits\): is not what was saved",
     ),
 }
 
@@ -314,3 +315,42 @@ def test_keys_of_the_folder_and_of_the_table_agree(folders):
     stored = read_model_headers(folders / "moe/trained").tensors
     assert {Q, K, GATE} <= stored.keys() and len({t.file for t in stored.values()}) > 3
     assert stored[Q].shape == stored[K].shape
+
+
+def fused(tensors):
+    """Store all experts of a layer in one tensor, as many models have them."""
+    for layer in range(2):
+        gate, up, down = (
+            torch.stack([tensors.pop(EXPERT.format(layer, i, part)) for i in range(4)])
+            for part in PARTS
+        )
+        stem = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{stem}.gate_up_proj"] = torch.cat([gate, up], 1)
+        tensors[f"{stem}.down_proj"] = down
+
+
+def test_experts_in_one_tensor_are_compared_one_by_one(folders, tmp_path):
+    folder, base = copied(folders, "moe", tmp_path, ALONE)[0], tmp_path / "moe/base"
+    for each in (folder, base):
+        rewrite(each, fused)
+    certify(folder, base)
+    down = "model.layers.1.mlp.experts.down_proj"
+    before = load_file(base / SINGLE)[down]
+
+    def problems_after(change):
+        shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True)
+        rewrite(tmp_path / "changed", lambda tensors: change(tensors[down]))
+        found = []
+        for arguments in ((), (base,)):
+            report = verify_folder(tmp_path / "changed", *arguments)
+            found.append((" ".join(report.problems), dict(row[0::3] for row in report.table)))
+        return found
+
+    for problems, moved in problems_after(lambda values: None):
+        assert not problems and moved["experts"] == "16 of 16"
+    (alone, _), (compared, moved) = problems_after(lambda values: values[2].copy_(values[0]))
+    assert f"{down}[2] ({down}[0]): has the bits" in alone and f"{down}[2] ({down}[0])" in compared
+    assert f"{down} (trained, has other bits): is not what was saved" in alone
+    assert f"{down}[2]: has nothing in common" in compared
+    _, (_, moved) = problems_after(lambda values: values[3].copy_(before[3]))
+    assert moved["experts"] == "15 of 16"
