@@ -21,7 +21,7 @@ from titanlite.base.log import logger
 from titanlite.base.process import read_variable
 from titanlite.base.text import format_count
 from titanlite.checkpoint import Progress
-from titanlite.checkpoint.folder import OWN_FOLDER
+from titanlite.checkpoint.folder import CERTIFICATE_FILE, OWN_FOLDER
 from titanlite.checkpoint.pieces import SIDECAR_FILE
 from titanlite.config import JobConfig
 from titanlite.config.assets import BaseModel, base_model_of, is_hub_id
@@ -229,25 +229,24 @@ def push_to_hub(folder: Path, repository: str) -> None:
     from huggingface_hub import HfApi  # takes half a second, and is needed only here
 
     logger.info("hub: uploading %s to %s", folder, repository)
-    own = [
-        f"{OWN_FOLDER}/{path.name}"
-        for path in sorted((folder / OWN_FOLDER).glob("*"))
-        if path.name != SIDECAR_FILE
-    ]
+    names = {f"{OWN_FOLDER}/{path.name}" for path in (folder / OWN_FOLDER).glob("*")}
+    # expert_bias.safetensors is part of the model, and the certificate says what was trained.
+    left_out = sorted(names - {f"{OWN_FOLDER}/{SIDECAR_FILE}", CERTIFICATE_FILE})
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=repository,
             folder_path=folder,
-            ignore_patterns=own,  # expert_bias.safetensors stays: it is part of the model
+            ignore_patterns=left_out,
             commit_message=f"{folder.name}, trained with titanlite",
         )
     except Exception as error:  # from the library, its HTTP client, or the system
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
-            f"{folder}; upload it with: hf upload {repository} {folder} --exclude '{OWN_FOLDER}/*'"
+            f"{folder}; upload it with: hf upload {repository} {folder} --exclude "
+            f"{' '.join(left_out)}"
         ) from error
     logger.info("hub: uploaded to https://huggingface.co/%s", repository)
 

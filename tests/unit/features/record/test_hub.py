@@ -36,6 +36,7 @@ def step(tmp_path):
         "train_state.json",
         "manifest.json",
         "expert_bias.safetensors",
+        "certificate.json",
     ):
         (folder / "titanlite" / name).write_text("x")
     return folder
@@ -56,6 +57,7 @@ def test_the_model_goes_without_the_training_state(api, step):
         "config.json",
         "README.md",
         "titanlite/expert_bias.safetensors",
+        "titanlite/certificate.json",
     }
 
 
