@@ -6,8 +6,11 @@ import pytest
 import torch
 import transformers
 from files import read_json, write_json
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from tests.loading import refusal
+from tests.unit.checkpoint.test_hf_model import split_experts
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.config import load_config
@@ -46,6 +49,8 @@ EXPERTS = {
 }
 # Keys that transformers does not know, or that the decoder has in another way.
 MORE = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+# steps that a bfloat16 near 1 shows
+IN_BFLOAT16 = ["--checkpoint.export_dtype=bfloat16", "--optimizer.lr=1e-2"]
 FAMILIES = {"qwen3_5": {"intermediate_size": 96}, "qwen3_5_moe": {**EXPERTS, "mlp_only_layers": []}}
 
 
@@ -60,9 +65,11 @@ def stored(folder):
 
 @pytest.fixture
 def published(pretrained, tmp_path):
-    """`published(model_type, tied, dtype)`: a folder as on the hub, with random weights."""
+    """`published(model_type, ...)`: a folder as on the hub, with random weights; in bfloat16
+    `A_log` and the norm behind it stay in float32. `is_base`: as `AutoModel` saves it.
+    """
 
-    def make(model_type, *, tied=False, dtype=torch.float32):
+    def make(model_type, *, tied=False, dtype=torch.float32, is_fused=True, is_base=False):
         words = pretrained("words", 0.1, "--model.name=qwen3_5_text")
         vocab_size = read_json(words / "config.json")["vocab_size"]
         text = {**TEXT, **FAMILIES[model_type], "vocab_size": vocab_size}
@@ -84,13 +91,22 @@ def published(pretrained, tmp_path):
         (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
         path = folder / "config.json"
         table = read_json(path)
-        table["text_config"] |= MORE
+        table["text_config"] |= {**MORE, "dtype": table["dtype"]}
         write_json(path, table)
         more = {
             "mtp.fc.weight": torch.randn(64, 128, dtype=torch.bfloat16),
             "mtp.layers.0.mlp.experts.1.up_proj.weight": torch.randn(32, 64),
         }
-        save_file(stored(folder) | more, folder / "model.safetensors", {"format": "pt"})
+        tensors = stored(folder)
+        for key, tensor in model.float().state_dict().items():
+            if key.endswith(("A_log", "linear_attn.norm.weight")):
+                tensors[key] = tensor
+        if not is_fused:
+            tensors = split_experts(tensors)
+        if is_base:
+            tensors = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}
+            tensors.pop("lm_head.weight", None)
+        save_file(tensors | more, folder / "model.safetensors", {"format": "pt"})
         return folder
 
     return make
@@ -126,23 +142,30 @@ def load(folder, auto="AutoModelForImageTextToText"):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "tied", "mesh"),
+    ("model_type", "form", "settings"),
     [
         pytest.param(
-            *("qwen3_5", False, ["--parallelism.tensor_parallel_degree=2"]),
-            marks=pytest.mark.full,
+            *("qwen3_5", {}, ["--parallelism.tensor_parallel_degree=2"]), marks=pytest.mark.full
         ),
-        ("qwen3_5", True, []),
-        ("qwen3_5_moe", False, ["--parallelism.expert_parallel_degree=2"]),
+        ("qwen3_5", {"tied": True, "dtype": torch.bfloat16}, IN_BFLOAT16),
+        ("qwen3_5_moe", {"is_fused": False}, []),
+        (
+            "qwen3_5_moe",
+            {"tied": True, "is_base": True},
+            ["--parallelism.expert_parallel_degree=2"],
+        ),
     ],
 )
 def test_what_is_saved_is_the_whole_model_with_its_text_trained(
-    published, train, tmp_path, model_type, tied, mesh
+    published, train, tmp_path, model_type, form, settings
 ):
-    base = published(model_type, tied=tied)
+    base = published(model_type, **form)
     assert isinstance(any_model_config_from_hf(base, "here"), ModelConfig)
-    before = stored(base)
-    last = train(base, *mesh)
+    before = {
+        key if key.startswith(("model.", "lm_head.", "mtp.")) else f"model.{key}": tensor
+        for key, tensor in stored(base).items()
+    }
+    last = train(base, *settings)
     got = stored(last)
     assert got.keys() == before.keys() and check_folder(last, checksums=True) == []
     for key, tensor in before.items():
@@ -154,7 +177,7 @@ def test_what_is_saved_is_the_whole_model_with_its_text_trained(
         assert table[key] == original[key], key
     for key, value in original["text_config"].items():
         assert table["text_config"][key] == value, key
-    assert table["tie_word_embeddings"] is tied
+    assert table["tie_word_embeddings"] is form.get("tied", False)
     assert (last / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
 
     model, info = load(last)
@@ -163,10 +186,11 @@ def test_what_is_saved_is_the_whole_model_with_its_text_trained(
     alone, info = load(last, "AutoModelForCausalLM")
     assert info == {} and torch.equal(model(tokens).logits, alone(tokens).logits)
     saved = model.state_dict()
-    assert all(torch.equal(saved[key], got[key]) for key in got.keys() & saved.keys())
+    both = got.keys() & saved.keys()
+    assert both and all(torch.equal(saved[key], got[key].float()) for key in both)
 
     # A run goes on from there, and exports.
-    further = stored(train(base, *mesh, steps=3))
+    further = stored(train(base, *settings, steps=3))
     assert further.keys() == before.keys()
     assert torch.equal(
         further["model.visual.pos_embed.weight"], got["model.visual.pos_embed.weight"]
@@ -174,3 +198,28 @@ def test_what_is_saved_is_the_whole_model_with_its_text_trained(
     assert export([str(last), str(tmp_path / "out"), "--dtype", "bfloat16"]) in (0, None)
     out = stored(tmp_path / "out")
     assert out.keys() == before.keys() and load(tmp_path / "out")[1] == {}
+
+
+def test_a_base_model_without_a_head_is_refused(published):
+    text = refusal(published("qwen3_5", is_base=True))
+    assert "lm_head.weight: missing" in text and "has the base model alone" in text
+
+
+# peft asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_of_the_text_model_are_those_of_the_whole_for_peft(published, train, tmp_path):
+    base = published("qwen3_5_moe")
+    before = stored(base)
+    last = train(base, "--lora.rank=4")
+    assert export([str(last), str(tmp_path / "out"), "--merge", "--dtype", "float32"]) in (0, None)
+    out = stored(tmp_path / "out")
+    assert out.keys() == before.keys()
+    for key, tensor in before.items():
+        assert torch.equal(out[key], tensor) or key.startswith(PREFIX), key
+    merged, info = load(tmp_path / "out")
+    whole = PeftModel.from_pretrained(load(base)[0], last)
+    tokens = torch.arange(24).view(2, 12)
+    logits, expected = (model(tokens).logits for model in (merged, whole))
+    assert info == {} and (logits - expected).norm() <= 1e-5 * expected.norm()
+    with whole.disable_adapter():
+        assert (whole(tokens).logits - expected).norm() > 1e-4 * expected.norm()

@@ -30,6 +30,7 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names, with_base_prefix
 from titanlite.checkpoint.pieces import (
+    BASE,
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
     SIDECAR_FILE,
@@ -213,9 +214,10 @@ class HFCheckpoint(StoredWeights):
     """The weights of the native decoder, under the keys of its family."""
 
     def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
-        super().__init__(folder, with_base_prefix(stored))
         self._config = config
         self._family = family_of(config)
+        larger = self._family.larger
+        super().__init__(folder, with_base_prefix(stored, larger.prefix if larger else BASE))
         self.layout = find_layout(self.stored.tensors, self._family)
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors

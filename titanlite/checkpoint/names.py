@@ -9,18 +9,21 @@ from titanlite.checkpoint.folder import Stored, shown
 
 _BASE = "model."
 _EMBEDDING = "model.embed_tokens.weight"
-_BASE_PARTS = ("embed_tokens.", "layers.", "norm.")  # of the native decoder, all but the head
+_OUTSIDE = ("lm_head.", "mtp.")  # of the base model
 
 
-def with_base_prefix(stored: Stored) -> Stored:
+def with_base_prefix(stored: Stored, larger_prefix: str = _BASE) -> Stored:
     """Return `stored` with the native decoder's names, where the prefix of its base model is
-    missing or doubled.
+    missing or doubled. `larger_prefix` is that of the text model in a larger one.
 
     `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
     removes the prefix where that gives a name of the model.
     """
-    if _EMBEDDING.removeprefix(_BASE) in stored.tensors and _EMBEDDING not in stored.tensors:
-        names = {key: _BASE + key for key in stored.tensors if key.startswith(_BASE_PARTS)}
+    embeddings = {prefix + _EMBEDDING.removeprefix(_BASE) for prefix in (_BASE, larger_prefix)}
+    if embeddings.isdisjoint(stored.tensors) and not embeddings.isdisjoint(
+        _BASE + key for key in stored.tensors
+    ):
+        names = {key: _BASE + key for key in stored.tensors if not key.startswith(_OUTSIDE)}
     elif _BASE + _EMBEDDING in stored.tensors:
         names = {key: key.removeprefix(_BASE) for key in stored.tensors}
     else:
