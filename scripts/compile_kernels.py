@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 
 from titanlite.features.lora import block_formats_triton as blocks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS
+from titanlite.ops import adamw_triton as adamw
 from titanlite.ops import delta_inputs_triton as inputs
 from titanlite.ops import elementwise_triton as elementwise
 from titanlite.ops import gated_delta_triton as delta
@@ -128,6 +129,7 @@ def cases(arch: int) -> Iterator[Case]:
         yield from _softmax(dtype)
         yield from _decode(dtype)
         yield from _elementwise(dtype)
+        yield from _adamw(dtype)
     if has_fences(triton.__version__):  # or torch's operators are taken
         yield from _gated_delta(delta.OPTIONS[launch.table_of(arch // 10, _SHARED[arch])])
         yield from _delta_inputs()
@@ -198,6 +200,18 @@ def _elementwise(dtype: str) -> Iterator[Case]:
             types |= dict.fromkeys(pointers, f"*{dtype}") | {"dw_ptr": "*fp32"}
             sizes = tuple(key for key in ("D", "stride_t", "stride_h") if key in kernel.arg_names)
             yield Case(f"{name} {variant}{dtype}", kernel, types, constants, tile, sizes)
+
+
+def _adamw(dtype: str) -> Iterator[Case]:
+    kernel, moments = adamw.adamw_kernel, dict.fromkeys(("mean_ptr", "square_ptr"), "*bf16")
+    types = dict.fromkeys(kernel.arg_names, "fp32") | dict.fromkeys(("C", "key0", "key1"), "i32")
+    types |= dict.fromkeys(("N", "first", "row"), "i64") | moments
+    types |= dict.fromkeys(("param_ptr", "grad_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("step_ptr", "found_inf_ptr"), "*fp32")
+    for whole_rows in (True, False):
+        constants = adamw.FACTORS | {"WHOLE_ROWS": whole_rows, "BLOCK": adamw.BLOCK}
+        tile = launch.Tile(1, adamw.BLOCK, 1, adamw.WARPS, 3, 1)
+        yield Case(f"adamw {dtype} {whole_rows}", kernel, types, constants, tile, ())
 
 
 def _decode(dtype: str) -> Iterator[Case]:

@@ -542,7 +542,7 @@ def build_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.o
         case name if is_extension(name):
             return build_custom_optimizer(model, job.optimizer)
         case _:
-            return build_adamw(model, job.optimizer)
+            return build_adamw(model, job.optimizer, job.training.seed)
 
 
 def build_objective(job: JobConfig, vocab_size: int) -> Objective:

@@ -93,7 +93,10 @@ def contents(folder, step):
     ("mesh", "overrides"),
     [
         ("FSDP4", []),
-        ("TP2xFSDP2", ["--checkpoint.export_dtype=bfloat16"]),
+        (
+            "TP2xFSDP2",
+            ["--checkpoint.export_dtype=bfloat16", "--optimizer.state_dtype=bfloat16"],
+        ),
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
         ("HSDP2xTP2xEP2", MUON),
         ("CP2xTP2xEP4", []),

@@ -96,6 +96,7 @@ def _named_states(
     stepped = {entry.fqn for entry in plan.entries if entry.tensor in optimizer.state}
     if plan.group is not None:  # each stage knows its own
         stepped = set().union(*gather_objects(stepped))
+    state_dtype = optimizer.defaults.get("state_dtype")
     for entry in plan.entries:
         if entry.tensor not in names_of or not stepped:
             continue
@@ -104,14 +105,14 @@ def _named_states(
             continue
         for name in sorted(names_of[entry.tensor]):
             if entry.is_elsewhere:
-                value = _state_elsewhere(entry.tensor, name)
+                value = _state_elsewhere(entry.tensor, name, state_dtype)
             else:
                 value = optimizer.state[entry.tensor][name]
             yield f"{name}.{entry.fqn}", value
 
 
-def _state_elsewhere(param: torch.Tensor, name: str) -> torch.Tensor:
-    shape, dtype = ((), torch.float32) if name == "step" else (param.shape, param.dtype)
+def _state_elsewhere(param: torch.Tensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    shape, dtype = ((), torch.float32) if name == "step" else (param.shape, dtype or param.dtype)
     state = torch.empty(shape, dtype=dtype, device="meta")
     leave_elsewhere(state)
     return state
@@ -190,7 +191,8 @@ def _empty_state(
 ) -> torch.Tensor:
     if name != "step":
         local = local_of(param)
-        return sharded_like(param, torch.empty(local.shape, dtype=local.dtype, device=local.device))
+        dtype = optimizer.defaults.get("state_dtype") or local.dtype
+        return sharded_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
     # torch keeps the step counter on the host unless a kernel reads it.
     on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
     return torch.empty(

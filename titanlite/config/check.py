@@ -103,6 +103,8 @@ def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
         and any(_has_splits(source.validation_path)),
         "rows of path that are held out": not (source.validation_path or source.streaming),
         'activation_checkpoint.mode = "selective"': job.activation_checkpoint.mode == "selective",
+        'optimizer.name = "AdamW"': job.optimizer.name == "AdamW",
+        'optimizer.state_dtype = "float32"': job.optimizer.state_dtype == "float32",
         'optimizer.name = "Muon"': job.optimizer.name != "AdamW",
         "checkpoint.enable = true": job.checkpoint.enable,
         "parallelism.pipeline_parallel_degree > 1": job.parallelism.pipeline_parallel_degree > 1,

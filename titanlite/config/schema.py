@@ -131,7 +131,13 @@ class OptimizerSection:
         "weights: 0.",
     )
     implementation: Literal["fused", "foreach", "for-loop"] = setting(
-        "fused", "Kernel of the optimizer step."
+        "fused", "Kernel of the optimizer step.", only_for='optimizer.state_dtype = "float32"'
+    )
+    state_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "Dtype of AdamW's moments. 'bfloat16': half their memory; they and weights in bfloat16 are "
+        "rounded stochastically, with the same bits on any mesh.",
+        only_for='optimizer.name = "AdamW"',
     )
     freeze: str = setting(
         "",

@@ -2,10 +2,12 @@
 takes.
 """
 
+import hashlib
+import struct
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,8 +18,9 @@ from titanlite.base.errors import ConfigError, TrainingError, TransientError, ra
 from titanlite.base.log import logger
 from titanlite.base.text import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
-from titanlite.materialize.layout import local_of, num_values
+from titanlite.materialize.layout import local_of, num_values, region_of
 from titanlite.materialize.plan import clean_name
+from titanlite.ops.adamw import Rates, adamw_rounded
 
 _LEAST_BFLOAT16_LR = 1e-3
 
@@ -52,14 +55,90 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_adamw(model: nn.Module, section: OptimizerSection) -> LocalAdamW:
+class RoundedAdamW(LocalAdamW):
+    """AdamW with moments in bfloat16, which are rounded stochastically, as are weights in bfloat16.
+
+    A moment in bfloat16 that is rounded to the nearest does not change where a step changes it by
+    less than 1/512, as beta2 = 0.999 does. `seed` and `names` of the parameters make the bits.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        section: OptimizerSection,
+        names: Mapping[nn.Parameter, str],
+        seed: int,
+    ) -> None:
+        super().__init__(groups, replace(section, implementation="fused"))
+        self.defaults["state_dtype"] = torch.bfloat16
+        self._keys = {param: _make_key(seed, name) for param, name in names.items()}
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        for param in group["params"]:
+            if param.grad is not None and not self.state[param]:
+                moments = (torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2))
+                step = torch.zeros((), dtype=torch.float32, device=local_of(param).device)
+                self.state[param] = dict(zip(group["state_names"], (step, *moments), strict=True))
+        return super()._init_group(group, *lists)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes."""
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            params, grads, means, squares, _, steps = lists
+            if not params:
+                continue
+            torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
+            rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            stepped = (param for param in group["params"] if param.grad is not None)
+            for param, step, *tensors in zip(
+                stepped, steps, params, grads, means, squares, strict=True
+            ):
+                self._step_one(param, step, tensors, found_inf, rates)
+
+    def _step_one(
+        self,
+        param: nn.Parameter,
+        step: torch.Tensor,
+        tensors: list[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        rates: Rates,
+    ) -> None:
+        """Step this rank's part of one parameter; `tensors` are local."""
+        region, shape = region_of(param), tuple(param.shape)
+        if not region.numel:
+            return
+        width, column, columns = 1, 0, 1
+        if len(shape) > 1:
+            width, column, columns = shape[-1], region.starts[-1], region.lengths[-1]
+        rows = [tensor.reshape(-1, columns) for tensor in tensors]
+        done = 0
+        for start, count in region.row_runs(shape):
+            some = [tensor[done : done + count] for tensor in rows]
+            done += count
+            first = start * width + column
+            adamw_rounded(*some, step, found_inf, rates, self._keys[param], first, width)
+
+
+def _make_key(seed: int, name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"adamw:{seed}:{name}".encode(), digest_size=8).digest()
+    return struct.unpack("<ii", digest)
+
+
+def build_adamw(model: nn.Module, section: OptimizerSection, seed: int = 0) -> LocalAdamW:
     """Build AdamW of the trained parameters. Those that other ranks hold are in its groups, too,
     and never stepped here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     _, groups = group_parameters(model, section)
-    return LocalAdamW(groups, section)
+    if section.state_dtype == "float32":
+        return LocalAdamW(groups, section)
+    names = {param: clean_name(name) for name, param in model.named_parameters()}
+    return RoundedAdamW(groups, section, names, seed)
 
 
 def group_parameters(
@@ -79,12 +158,14 @@ def group_parameters(
         if param.requires_grad:
             decays = param.dim() >= 2 and not name.endswith("bias")
             groups[param in apart, decays, multipliers.get(param, 1.0)].append(param)
-    if section.lr < _LEAST_BFLOAT16_LR and any(
+    rounds_to_nearest = section.state_dtype == "float32" and section.lr < _LEAST_BFLOAT16_LR
+    if rounds_to_nearest and any(
         p.dtype == torch.bfloat16 for params in groups.values() for p in params
     ):
         logger.warning(
             "optimizer: a weight in bfloat16 changes by 1/256 of its size or not at all; with "
-            "optimizer.lr = %g most never will. Set training.dtype = 'float32'.",
+            "optimizer.lr = %g most never will. Set training.dtype = 'float32', or "
+            "optimizer.state_dtype = 'bfloat16', which rounds stochastically.",
             section.lr,
         )
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}

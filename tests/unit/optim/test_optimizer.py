@@ -27,6 +27,8 @@ class Model(nn.Module):
 def build(implementation="fused", **changes):
     torch.manual_seed(0)
     model = Model()
+    if implementation == "rounded":
+        return model, build_adamw(model, OptimizerSection(state_dtype="bfloat16", **changes))
     return model, build_adamw(model, OptimizerSection(implementation=implementation, **changes))
 
 
@@ -101,7 +103,7 @@ def test_finite_step_equals_torch(implementation):
     assert torch.equal(model.frozen, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "rounded"])
 def test_not_finite_leaves_weights_and_state(implementation):
     model, optimizer = build(implementation)
 

@@ -131,6 +131,8 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
     if dict(best.values) != {key: get_value(job, key) for key in best.values}:
         yield tuple(f"--{key}={value}" for key, value in best.values.items())
     if not base.fits:
+        if job.optimizer.name == "AdamW" and job.optimizer.state_dtype == "float32":
+            yield ("--optimizer.state_dtype=bfloat16",)
         yield from _adapters(job)
     training, model, per_node = (
         job.training,
