@@ -62,7 +62,7 @@ from titanlite.features.images import build_images
 from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat
-from titanlite.features.muon import build_muon, muon_matrices
+from titanlite.features.muon import build_muon
 from titanlite.features.passengers import carry_passengers
 from titanlite.features.pipeline import apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.publish import (
@@ -164,9 +164,8 @@ def assemble(checked: Checked) -> Trainer:
             push_to_hub=push_to_hub,
         ),
     )
-    matrices = muon_matrices(model, run.job.optimizer) if run.job.optimizer.name == "Muon" else {}
-    refuse(find_problems_of(parts, matrices))
-    log_held(plan, matrices)
+    refuse(find_problems_of(parts))
+    log_held(plan, optimizer)
     record_start(parts, changes)
     objective.prepare(
         loader.coming_batches(run.first_step, run.job), partial(build_initial, parts), run.device
@@ -284,18 +283,18 @@ def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
     return problems
 
 
-def find_problems_of(parts: Parts, matrices: Any) -> list[str]:
-    """Return the problems of what was built; `matrices` are those that Muon steps. Collective."""
+def find_problems_of(parts: Parts) -> list[str]:
+    """Return the problems of what was built. Collective."""
     run = parts.run
     plan = parts.plan
-    checkpointer = parts.checkpointer
+    optimizer = parts.stepper.optimizer
+    folder = parts.checkpointer.folder
+    carried = parts.checkpointer.carried_bytes
     problems: list[str] = []
     if run.job.checkpoint.enable and not run.job.lora.rank:
         problems += check_layout(plan)
-    folder = checkpointer.folder
-    carried = checkpointer.carried_bytes
     problems += on_first_rank(
-        lambda: check_space(run.job, plan, matrices, folder, run.first_step, carried)
+        lambda: check_space(run.job, plan, optimizer, folder, run.first_step, carried)
     )
     problems += check_documents_per_row(run.job, parts.stepper.model, run.device)
     return problems

@@ -75,7 +75,7 @@ def calls_of(trainer):
 def measure(checked):
     """Two real steps on this rank: what lies in memory, is called and computed."""
     trainer = assemble(checked)
-    held_at_start = count_held(trainer.parts.plan, ())
+    held_at_start = count_held(trainer.parts.plan, trainer.parts.stepper.optimizer)
     gradients = []
     zero_grad = trainer.parts.stepper.optimizer.zero_grad
 

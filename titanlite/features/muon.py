@@ -311,21 +311,18 @@ def build_muon(
     call alike; no collective. Parameters of other pipeline stages are in the groups too, and never
     stepped here. Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
-    matrices = muon_matrices(model, section)
+    matrices = muon_matrices(model)
     groups, rest = group_parameters(model, section, matrices)
     options = {"momentum": section.momentum, "widths": matrices, "group": group}
     return Muon(groups or [{"params": []}], LocalAdamW(rest, section), **options)
 
 
-def muon_matrices(model: Model, section: OptimizerSection) -> dict[nn.Parameter, Widths]:
-    """Return the trained parameters that Muon steps, each with the matrices in its rows; none for
-    AdamW.
+def muon_matrices(model: Model) -> dict[nn.Parameter, Widths]:
+    """Return the trained parameters that Muon steps, each with the matrices in its rows.
 
     Embedding, output head, norms, biases and what lies outside of layers are AdamW's
     (arXiv:2502.16982, 2.1).
     """
-    if section.name != "Muon":
-        return {}
     found: dict[nn.Parameter, Widths] = {}
     for layer in model.all_layers():
         experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +131,42 @@ def _describe_processor() -> str:
 _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
-def count_held(plan: Plan, muon: Container[torch.Tensor]) -> tuple[int, int, int]:
+def count_states(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[int, int]]:
+    """Return for each trained parameter the bytes of its states per value, and those of its count
+    of steps.
+    """
+    dtype: torch.dtype | None = optimizer.defaults.get("state_dtype")
+    found: dict[torch.Tensor, tuple[int, int]] = {}
+    for group in optimizer.param_groups:
+        moments = {*group["state_names"]} - {"step"}
+        steps = _STEP_BYTES if "step" in group["state_names"] else 0
+        for param in group["params"]:
+            found[param] = len(moments) * (dtype or param.dtype).itemsize, steps
+    return found
+
+
+def count_held(plan: Plan, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
     """Return this rank's bytes of weights, of gradients, and of optimizer states after the first
     step.
 
-    The padding of uneven shards is not counted. `muon` has the parameters that Muon steps; AdamW
-    steps the other ones, and has a step count for each. No communication.
+    The padding of uneven shards is not counted. No communication.
     """
     params = [
         entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere
     ]
     trained = [entry for entry in params if entry.tensor.requires_grad]
-    moments = sum(count_moments(entry.tensor, muon) * entry.local_bytes for entry in trained)
-    steps = _STEP_BYTES * sum(entry.tensor not in muon for entry in trained)
-    return _bytes_of(params), _bytes_of(trained), moments + steps
+    states = count_states(optimizer)
+    held = 0
+    for entry in trained:
+        per_value, steps = states[entry.tensor]
+        held += per_value * math.prod(entry.local_shape) + steps
+    return _bytes_of(params), _bytes_of(trained), held
 
 
-def log_held(plan: Plan, muon: Container[torch.Tensor]) -> None:
+def log_held(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Log the bytes of `count_held` on rank 0, without communication."""
     if dist.get_rank() == 0:
-        sizes = map(format_memory, count_held(plan, muon))
+        sizes = map(format_memory, count_held(plan, optimizer))
         logger.info("plan: rank 0 holds weights %s, gradients %s, optimizer states %s", *sizes)
 
 
@@ -158,21 +174,15 @@ def _bytes_of(entries: Iterable[TensorEntry]) -> int:
     return sum(entry.local_bytes for entry in entries)
 
 
-def count_moments(param: torch.Tensor, muon: Container[torch.Tensor]) -> int:
-    """Count the moments that the optimizer has for a parameter, in the parameter's dtype; `muon`
-    has the parameters that Muon steps.
-    """
-    return 1 if param in muon else 2
-
-
-def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> int:
+def count_bytes(plan: Plan, job: JobConfig, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of a checkpoint: the model in `checkpoint.export_dtype`, the exact weights
-    if that dtype loses bits, and the moments.
+    if that dtype loses bits, and the states of the optimizer.
 
-    With adapters, only they are counted. Headers, tokenizer and other small files are not counted.
-    `muon` is as in `count_moments`.
+    With adapters, only they are counted. Headers, counts of steps, tokenizer and other small files
+    are not counted.
     """
     total = 0
+    states = count_states(optimizer)
     for entry in plan.entries:
         if not entry.info.persistent or (job.lora.rank and not is_adapter(entry.fqn)):
             continue
@@ -182,17 +192,16 @@ def count_bytes(plan: Plan, job: JobConfig, muon: Container[torch.Tensor]) -> in
             if job.lora.rank
             else entry.saved_dtype(getattr(torch, job.checkpoint.export_dtype)).itemsize
         )
-        moments = count_moments(entry.tensor, muon) if entry.tensor.requires_grad else 0
-        total += math.prod(entry.info.shape) * (
-            export + (own if export < own else 0) + moments * own
-        )
+        per_value, _ = states.get(entry.tensor, (0, 0))
+        exact = own if export < own else 0
+        total += math.prod(entry.info.shape) * (export + exact + per_value)
     return total
 
 
 def check_space(
     job: JobConfig,
     plan: Plan,
-    muon: Container[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
     folder: Path,
     step: int,
     carried_bytes: int = 0,
@@ -204,7 +213,7 @@ def check_space(
     """
     if not job.checkpoint.enable or step >= job.training.steps:
         return []
-    size = count_bytes(plan, job, muon) + carried_bytes
+    size = count_bytes(plan, job, optimizer) + carried_bytes
     try:
         free = shutil.disk_usage(
             next(path for path in (folder, *folder.parents) if path.exists())

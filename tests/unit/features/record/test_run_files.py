@@ -31,12 +31,12 @@ def check(monkeypatch, tmp_path):
             return Usage(100 * SIZE, 0, free)
 
         monkeypatch.setattr(shutil, "disk_usage", disk_usage)
-        monkeypatch.setattr(run_files, "count_bytes", lambda plan, job, muon: SIZE - 5)
+        monkeypatch.setattr(run_files, "count_bytes", lambda *_: SIZE - 5)
         job = JobConfig()
         job.checkpoint.enable, job.training.steps = True, 100
         for name, value in settings.items():
             setattr(job.checkpoint, name, value)
-        found = check_space(job, None, (), tmp_path / "not/there/yet", step, carried_bytes=5)  # type: ignore[arg-type]
+        found = check_space(job, None, None, tmp_path / "not/there/yet", step, carried_bytes=5)  # type: ignore[arg-type]
         return said + [f"problem {text}" for text in found]
 
     return run
