@@ -19,8 +19,8 @@ from titanlite.features.streams.mixture import PERIOD, MixtureDataset, get_sourc
 from titanlite.features.tools.preview_data import get_shown_documents
 
 SEQ_LEN = 10
-PINNED_BY_WEIGHT = [3025, 3001, 1023, 3011, 3007, 1072, 3003, 3002, 3019, 1001, 3017, 3022]
-PINNED_BY_SIZE = [1011, 2058, 1049, 1059, 2159, 2028, 2012, 1078, 2043, 2015, 2175, 2080]
+PINNED_BY_WEIGHT = [3015, 2119, 2000, 3016, 3018, 1001, 3025, 3001, 3011, 3007, 3003, 2009]
+PINNED_BY_SIZE = [1041, 3012, 2028, 1009, 2012, 1047, 1066, 1011, 2043, 2015, 2175, 1049]
 
 
 def make_part(num_sequences, first_id):
