@@ -33,7 +33,7 @@ class Prompt:
 
 # Of different lengths, and 9 of them: on 4 data-parallel ranks one has 3, the others 2.
 PROMPTS = [
-    Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, line {i + 1}")
+    Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, row {i + 1}")
     for i in range(9)
 ]
 EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.max_new_tokens=4"]

@@ -67,7 +67,7 @@ def test_loss_is_on_answers_and_inputs_follow_the_rows(processor, tmp_path):
     assert torch.equal(batch.inputs["pixel_values"], torch.cat([blue, red]))
     (shown,) = get_shown_documents(dataset, 0)
     assert shown.ids == batch.tokens[1, : shown.num_tokens].tolist()
-    assert shown.num_trained == 2 and shown.place.endswith(f"line 1, with {tmp_path / 'red.png'}")
+    assert shown.num_trained == 2 and shown.place.endswith(f"row 1, with {tmp_path / 'red.png'}")
     assert dataset.get_train_indices(0, 0, 2).tolist() == [0, 0]
     assert dataset.get_validation_indices(0, 2).tolist() == [1, 1]
 
@@ -131,7 +131,7 @@ def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
         ),
         (
             chat("red.png") | {"messages": chat("red.png")["messages"][:1]},
-            r"line 2: there is no message of the assis",
+            r"row 2: there is no message of the assis",
         ),
     ],
 )
