@@ -11,7 +11,7 @@ whole tensors, and MXFP4 is dequantized by the reader.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -340,7 +340,7 @@ def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[A
     return list(groups.values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConvertingReader:
     """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers
     does, and cuts.
@@ -353,7 +353,7 @@ class ConvertingReader:
     stored: Stored
     model: TransformersModel
     groups: Mapping[str, Group]  # by the name of each target
-    proves_coverage: ClassVar[bool] = False
+    proves_coverage: bool = False
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast; errors are those of
