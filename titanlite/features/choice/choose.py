@@ -210,4 +210,5 @@ def _set_up(job: JobConfig, degrees: Degrees, micro_batches: int) -> Setup:
         local_batch_size=job.training.local_batch_size,
         micro_batches=micro_batches,
         is_offloaded=job.training.enable_cpu_offload,
+        state_bytes=2 if job.optimizer.state_dtype == "bfloat16" else 4,
     )

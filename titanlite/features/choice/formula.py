@@ -25,19 +25,29 @@ from titanlite.models.moe import is_routed
 _HALF = 2  # bytes of a value in bfloat16
 _FULL = 4
 _LOSS_CHUNK = 4096  # tokens whose logits are there at the same time
-_LOGIT_BYTES = 5.6  # held for a logit, and its gradient
-_LOGIT_TRAFFIC = 12  # moved for a logit
+# held for a logit and its gradient, and, of the head, how often its bytes in bfloat16 are held
+_LOGIT_BYTES, _HEADS = 2.4, 4.2
+# moved for a logit, and for a weight of the head in each chunk
+_LOGIT_TRAFFIC, _HEAD_TRAFFIC = 5, 45
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
 # moves of a gathered value by FSDP in each direction, and bytes moved for its gradient
 _GATHER_COPIES, _REDUCE_COPIES = 1.5, 12
-_OPTIMIZER_BYTES = 40  # moved for a trained value by clipping and AdamW
-_GRADIENT_BYTES, _SUM_BYTES = 14, 12  # moved for its gradient, and where micro-batches add up
-# kernels of a layer without recomputation; more of experts, of their exchange, of casts at dp = 1
-_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_CASTS = 85, 45, 25, 40
+# moved for a trained value by clipping and AdamW, without those of its two moments
+_OPTIMIZER_BYTES = 24
+# moved for the gradient of a value in a shard: first, and to add that of another micro-batch; for
+# one that FSDP does not shard
+_FIRST_BYTES, _SUM_BYTES, _WHOLE_BYTES = 8, 24, 16
+# kernels of a layer without recomputation; more of experts, of their exchange, of copies at dp = 1
+_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 50, 25, 12
 _FORWARD = 0.4  # of these, in forward
-_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.12}  # and run again in backward
+_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.15}  # and run again in backward
+# features that elementwise kernels move for one of the residual stream, of attention, of dense
+# feed-forward and of experts: in forward and backward together, and in what is run again
+_MOVED = (37.5, 3.25, 2.67, 2.5)
+_MOVED_AGAIN = {"none": (0, 0, 0, 0), "selective": (0, 1, 1, 0), "full": (6, 1, 1, 0)}
+# times the residual stream, moved by routing, and for a copy of a row that is sent; and again
+_ROUTED, _SENT, _SENT_AGAIN = 18, 8.3, 2
 _STATES = 3  # features that a delta net keeps for one that attention does
-_MEAN_WAYS = 3  # passes of an elementwise operator: forward, and two in backward
 
 
 @dataclass(frozen=True)
@@ -126,6 +136,7 @@ class Setup:
     local_batch_size: int
     micro_batches: int
     is_offloaded: bool
+    state_bytes: int  # of each of the two values that AdamW keeps of a weight
 
     @property
     def tokens(self) -> int:
@@ -144,15 +155,15 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     degrees, tokens = setup.degrees, setup.tokens
     dense_ranks, expert_ranks = degrees.fsdp * degrees.tp, degrees.efsdp * degrees.ep
     layers = max(sizes.num_layers / degrees.pp, 1)
-    weights = optimizer = 0.0
+    weights = gradients = 0.0
     for kind, ranks in (
         (sizes.dense, dense_ranks * degrees.pp),
         (sizes.experts, expert_ranks * degrees.pp),
         (sizes.outside, dense_ranks),
     ):
         weights += kind.stored / ranks
-        optimizer += kind.trained * _FULL / ranks
-    states, gradients = weights + 2 * optimizer, optimizer
+        gradients += kind.trained * _FULL / ranks
+    states = weights + 2 * gradients * setup.state_bytes / _FULL
     if setup.is_offloaded:
         states = gradients = 0
     local_experts = sizes.experts.gathered / degrees.ep / sizes.num_layers
@@ -163,13 +174,17 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     else:
         one = unit + local_experts
     is_split = degrees.fsdp > 1
-    outside = sizes.outside.gathered / degrees.tp / 2
+    if not is_split:
+        kinds = (sizes.dense, sizes.experts, sizes.outside)
+        copies = sum(kind.gathered for kind in kinds if kind.stored > kind.gathered)
+        one = 0.0
+    outside = sizes.vocab_size * sizes.hidden_size * _HALF / degrees.tp
     units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
     kept, whole = _kept(sizes, setup, setup.mode), _kept(sizes, setup, "none")
     kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
     logits = min(tokens, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
-    head = logits + 3 * outside
-    work = units + (1 + is_split) * outside + 1.5 * whole * tokens
+    head = logits + _HEADS * outside * is_split
+    work = units + 2 * is_split * outside + 1.5 * whole * tokens
     if setup.micro_batches > 1:
         peak = gradients + kept + max(head, work)
     else:
@@ -201,17 +216,23 @@ def count_seconds(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     """Return the expected seconds of a step."""
     degrees = setup.degrees
     trained = (sizes.dense.trained + sizes.outside.trained) / (degrees.fsdp * degrees.tp)
-    trained += sizes.experts.trained / (degrees.efsdp * degrees.ep)
-    one = _GRADIENT_BYTES + _SUM_BYTES * (setup.micro_batches > 1)
-    gradients = trained * one / hardware.rate("memory")
-    step = setup.micro_batches * (_micro_batch_s(sizes, setup, hardware, gradients))
-    once = trained * _OPTIMIZER_BYTES / hardware.rate("optimizer")
+    experts = sizes.experts.trained / (degrees.efsdp * degrees.ep)
+    added = trained + experts * (degrees.efsdp > 1)  # those of whole experts add up in products
+    trained += experts
+    later = setup.micro_batches - 1
+    moved = _FIRST_BYTES + _SUM_BYTES * later
+    if degrees.fsdp == 1:
+        moved = _WHOLE_BYTES * setup.micro_batches
+    step = setup.micro_batches * _micro_batch_s(sizes, setup, hardware)
+    step += added * moved / hardware.rate("memory")
+    moved = _OPTIMIZER_BYTES + 4 * setup.state_bytes
+    once = trained * moved / hardware.rate("optimizer")
     ranks = range(0, degrees.stage_size, degrees.stage_size // degrees.dp_replicate)
     once += _link_s(hardware, "all_reduce", ranks, trained * _FULL)
     return (step / (1 - degrees.waiting(setup.micro_batches)) + once) / degrees.pp
 
 
-def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: float) -> float:
+def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     """Return the seconds of a micro-batch, of all pipeline stages together.
 
     As in a plan, kernels run one after the other, and FSDP's collectives and the host's launches
@@ -219,41 +240,55 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
     """
     degrees, tokens, tp, ep = setup.degrees, setup.tokens, setup.degrees.tp, setup.degrees.ep
     memory, elementwise = hardware.rate("memory"), hardware.rate("elementwise")
-    kernels, backward = 0.0, gradients
-    for weights, share, rate, split in (
-        (sizes.dense, 1.0, "dense", tp),
-        (sizes.experts, sizes.top_k / max(sizes.num_experts, 1), _rate_of_experts(sizes), ep),
-        (sizes.outside, 0.5, "dense", tp),  # of embedding and head, one multiplies
+    kernels = backward = 0.0
+    head = sizes.vocab_size * sizes.hidden_size
+    for values, trained, share, rate, split in (
+        (sizes.dense.values, sizes.dense.trained, 1.0, "dense", tp),
+        (
+            sizes.experts.values,
+            sizes.experts.trained,
+            sizes.top_k / max(sizes.num_experts, 1),
+            _rate_of_experts(sizes),
+            ep,
+        ),
+        (head, sizes.outside.trained, 1.0, "dense", tp),
     ):
-        flops = 2 * weights.values * share * tokens / (tp if rate == "dense" else 1)
-        read = weights.values * _HALF / split
+        flops = 2 * values * share * tokens / (tp if rate == "dense" else 1)
+        read = values * _HALF / split
         busy = max(flops / hardware.rate(rate), read / memory)
         kernels += busy
-        backward += busy * (1 + (weights.trained > 0))
+        backward += busy * (1 + (trained > 0))
     core = sizes.core_flops / tp * tokens / hardware.rate("flash")
-    widths = 45 * sizes.hidden_size * sizes.num_layers + 2 * sizes.expert_width * sizes.top_k
-    widths += (3 * sizes.attention_width + 6 * sizes.mlp_width) / tp
-    moved = _HALF * widths * tokens / elementwise / _MEAN_WAYS
+    rows_sent = _rows_sent(sizes, ep) * sizes.hidden_size * sizes.num_layers
+    routed = _ROUTED * sizes.hidden_size * sizes.num_layers * (sizes.num_experts > 0)
+    widths = _widths(sizes, _MOVED, tp) + routed + _SENT * rows_sent
+    again = _widths(sizes, _MOVED_AGAIN[setup.mode], tp)
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
-    sent = _rows_sent(sizes, ep) * sizes.hidden_size * _HALF * tokens * sizes.num_layers
-    # of four exchanges kernels wait for three, and one runs beside them; two if run again
+    sent = rows_sent * _HALF * tokens
+    # kernels wait for two exchanges in forward and one in backward; another one, and again the
+    # first if it is run again, runs beside them
     beside = _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
-    exchange = 1.5 * beside + 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
-    kernels += core + moved + decoded + exchange
-    backward += 2.5 * core + 2 * moved + decoded + exchange
+    waits = 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
+    kernels += core + decoded
+    backward += 2.5 * core + decoded + beside + waits
     backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
+    backward += max(tokens / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
     if setup.mode == "full":
-        backward += kernels - exchange
-    elif setup.mode == "selective":
-        backward += 0.7 * moved
+        backward += kernels
+        again += _SENT_AGAIN * rows_sent
+    moved = _HALF * tokens / memory
+    kernels += widths / 3 * moved + 2 * beside + waits
+    backward += (widths * 2 / 3 + again) * moved
     links = reduced = 0.0
     for weights, ranks, split in _shards(sizes, degrees):
         gathered = weights.gathered / split
         links += _link_s(hardware, "all_gather", ranks, gathered)
         reduced += _link_s(hardware, "reduce_scatter", ranks, weights.trained * _FULL / split)
-        kernels += _GATHER_COPIES * gathered / memory
-        backward += (_GATHER_COPIES * gathered + weights.trained / split * _REDUCE_COPIES) / memory
-    launches = _KERNELS + _OF_CASTS * (degrees.fsdp == 1)
+        if len(ranks) > 1:
+            reduced_bytes = weights.trained / split * _REDUCE_COPIES
+            kernels += _GATHER_COPIES * gathered / memory
+            backward += (_GATHER_COPIES * gathered + reduced_bytes) / memory
+    launches = _KERNELS + _OF_COPIES * (degrees.fsdp == 1)
     launches += _OF_EXPERTS * (sizes.num_experts > 0) + _OF_EXCHANGE * (ep > 1)
     launches *= sizes.num_layers
     first, later = _FORWARD * launches, (1 - _FORWARD + _AGAIN[setup.mode]) * launches
@@ -262,6 +297,14 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware, gradients: fl
         links + reduced + beside * (1 + (setup.mode == "full")),
         later * LAUNCH_S,
     )
+
+
+def _widths(sizes: Sizes, factors: tuple[float, ...], tp: int) -> float:
+    """Return the features of a token that elementwise kernels of all layers move."""
+    residual, attention, mlp, experts = factors
+    split = attention * sizes.attention_width + mlp * sizes.mlp_width
+    whole = residual * sizes.hidden_size * sizes.num_layers
+    return whole + split / tp + experts * sizes.expert_width * sizes.top_k
 
 
 def _rate_of_experts(sizes: Sizes) -> str:

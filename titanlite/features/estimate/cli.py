@@ -233,7 +233,10 @@ def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
         return Chosen(given, given)
     model = build_unsharded(checked.job, checked.model_config, "cuda")
     given = choose(checked, model, hardware)
-    best = choose(replace(checked, unwritten=tuple(CHOSEN)), model, hardware)
+    everything = replace(checked, unwritten=tuple(CHOSEN))
+    best = (
+        given if checked.unwritten == everything.unwritten else choose(everything, model, hardware)
+    )
     return Chosen(given, best)
 
 
