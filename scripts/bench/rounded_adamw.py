@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=150)
     known, overrides = parser.parse_known_args()
-    print(f"| moments | seed | loss after {known.steps // 3} steps | | after {known.steps} |")
-    print("|---|---|---|---|---|", flush=True)
+    print(f"| moments | seed | before | after {known.steps // 3} steps | | after {known.steps} |")
+    print("|---|---|---|---|---|---|", flush=True)
     last: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for seed in range(known.seeds):
         for kind in _KINDS:
