@@ -25,8 +25,9 @@ from titanlite.models.moe import is_routed
 _HALF = 2  # bytes of a value in bfloat16
 _FULL = 4
 _LOSS_CHUNK = 4096  # tokens whose logits are there at the same time
-# held for a logit and its gradient, and, of the head, how often its bytes in bfloat16 are held
-_LOGIT_BYTES, _HEADS = 2.4, 4.2
+# held for a logit and its gradient, and, of the head, how often its bytes in bfloat16 are held:
+# with FSDP, without
+_LOGIT_BYTES, _HEADS, _WHOLE_HEADS = 2.4, 4.2, 2
 # moved for a logit, and for a weight of the head in each chunk
 _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 5, 45
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
@@ -183,7 +184,7 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     kept, whole = _kept(sizes, setup, setup.mode), _kept(sizes, setup, "none")
     kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
     logits = min(tokens, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
-    head = logits + _HEADS * outside * is_split
+    head = logits + (_HEADS if is_split else _WHOLE_HEADS) * outside
     work = units + 2 * is_split * outside + 1.5 * whole * tokens
     if setup.micro_batches > 1:
         peak = gradients + kept + max(head, work)
