@@ -2,12 +2,13 @@
 """Where the time of a micro-batch goes on GPUs, part by part, without one.
 
     python scripts/bench/step_traffic.py --config configs/recipes/qwen3_30b_a3b_sft.toml
-    --world-size 8 --rates h100
+    --world-size 8 --rates h100 --parallelism.expert_parallel_degree=8
+    --training.local_batch_size=1 --activation_checkpoint.mode=full
 
 Traces an optimizer step of one rank on CUDA's branches, on tensors without data, as `python -m
 titanlite plan` does, and prints an average micro-batch with its share of the optimizer's step.
 Counts are exact; times are estimates from the rates that are printed, not measured. Further
-arguments change settings, as in training.
+arguments change settings, as in training; nothing is chosen for the GPUs.
 """
 
 import argparse
