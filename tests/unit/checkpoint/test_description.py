@@ -175,6 +175,10 @@ NOT_WRITTEN = {
 NOT_WRITTEN_BY_FAMILY = {
     "qwen3_moe": {"max_window_layers"},
     "qwen3_next": {"full_attention_interval", "use_sliding_window"},
+    "qwen3_5_text": {
+        *("full_attention_interval", "mlp_only_layers", "mamba_ssm_dtype"),
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of layers that are not there
+    },
 }
 # A published dots.llm1 has the keys of DeepSeek-V3's experts, without its attention.
 LATENT = {
