@@ -123,10 +123,11 @@ def test_steps_of_every_family_are_traced_on_the_branches_of_cuda(family):
     """
     sizes = families()[family].presets["debug"]
     options = (f"--model.name={family}", "--moe.aux_loss_coeff=0")
-    for mode, degree in (("selective", 1), ("full", 2 if sizes.num_experts else 1)):
-        found = trace(2, *options, experts_over(degree), MODE + mode)
-        syncs, moe_layers = waits(found, sizes.num_dense_layers)
-        assert syncs == (moe_layers if degree > 1 else 0)
+    degree = 2 if sizes.num_experts else 1
+    syncs, moe_layers = waits(
+        trace(2, *options, experts_over(degree), MODE + "full"), sizes.num_dense_layers
+    )
+    assert syncs == (moe_layers if degree > 1 else 0)
 
 
 @pytest.mark.parametrize(
