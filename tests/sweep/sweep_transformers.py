@@ -24,6 +24,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -34,7 +35,6 @@ from typing import Any
 import torch
 import transformers
 from sweep_stages import loads, scratch
-from sweep_table import Result, table_of
 from sweep_training import exports, generates, trains
 
 import titanlite
@@ -436,6 +436,34 @@ def quiet():
             theirs.enable_progress_bar()
 
 
+@dataclass
+class Result:
+    """What the stages said of one class, by stage."""
+
+    model_type: str
+    class_name: str
+    words: dict[str, str]
+
+    @property
+    def is_wrong(self):
+        """True after a traceback, a difference, or too long a time."""
+        return any(word.startswith(("TRACEBACK", "WRONG", "LIMIT")) for word in self.words.values())
+
+    def __str__(self):
+        return "| " + " | ".join([self.model_type, self.class_name, *self.words.values()]) + " |"
+
+
+def count_words(results):
+    """Yield a line for each stage with the counts of its words."""
+    counts = defaultdict(Counter)
+    for result in results:
+        for stage, word in result.words.items():
+            first = re.split(r"[ :,]", word)[0]
+            counts[stage]["built" if re.fullmatch(r"[\d.]+ M", word) else first] += 1
+    for stage, found in counts.items():
+        yield f"{stage}: {', '.join(f'{count} {word}' for word, count in found.most_common())}"
+
+
 def main():
     """Print a line for each case, and the table; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -469,7 +497,7 @@ def main():
             if given.results:
                 with given.results.open("a") as file:
                     print(json.dumps(asdict(results[-1])), file=file)
-    print(*table_of(results), sep="\n")
+    print(*count_words(results), sep="\n")
     return int(any(result.is_wrong for result in results))
 
 
