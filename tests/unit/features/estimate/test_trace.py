@@ -68,7 +68,7 @@ def collectives(trace):
 @pytest.mark.parametrize(
     ("world_size", "num_layers", "overrides", "rank"),
     [
-        (8, 6, (CP + "2", TP + "2", EP + "2", MODE + "selective"), 0),
+        (8, 8, (CP + "2", TP + "2", EP + "2", MODE + "selective"), 0),
         # fullest in the last layer but one
         (4, 10, ("--training.global_batch_size=16", MODE + "full"), 0),
         (4, 17, (*DENSE_FIRST, MODE + "full", ONCE), 2),
