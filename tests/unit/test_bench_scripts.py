@@ -21,6 +21,8 @@ sys.path.append(str(BENCH))  # where the scripts find one another
 
 import fused_gpu  # noqa: E402
 import gpu_common  # noqa: E402
+import host_cost  # noqa: E402
+import probes_gpu  # noqa: E402
 import train_gpu  # noqa: E402
 
 from titanlite.models.families import families  # noqa: E402
@@ -113,3 +115,42 @@ def test_fused_gpu():
     rows = fused_gpu.compare(OneRun(), 4, "cpu", 1e12)
     assert [row[0].split(":")[0] for row in rows][-1] == "4 inputs of a delta net"
     assert all(row[1:5] == ["1"] * 4 for row in rows) and len(rows) == 7
+
+
+def test_probes(one_rank):
+    rows = probes_gpu.compare_attention(OneRun(), "cpu", [(2, 8)])
+    assert rows[0] == ["2 x 8", "varlen", "1, 3"] and rows[1][1] == "cuDNN"
+    (row,) = probes_gpu.compare_exchange(OneRun(), "cpu")
+    assert float(row[0]) > 0 and row[1] == "1"
+    config = replace(few_tiles(), num_experts=0, intermediate_size=16)
+    launched, replayed = probes_gpu.compare_graph(OneRun(), config, one_rank, 8)
+    assert launched == ["launched", "0.0"] and replayed[0] == "replayed" and replayed[1]
+
+
+def test_host_cost_leaves_out_what_is_inside_of_kernels():
+    profile = """events: Ir
+fn=(1) run
+10 5
+cfn=(2) at::native::cpublas::gemm
+calls=1 3
+11 100
++1 7
+fn=(2)
+3 60
+cfn=(3) malloc
+calls=1 9
+* 40
+fn=(3)
+9 40
+totals: 112
+"""
+    assert host_cost._count_outside_kernels(profile) == 5 + 7 + 40
+
+
+def test_the_session_ends_in_time():
+    """Its limits together are at most the 570 seconds after which blocks are cut."""
+    text = (BENCH / "gpu_session.sh").read_text()
+    limits = [int(line.split()[1]) for line in text.splitlines() if line.startswith("block ")]
+    assert len(limits) == 13 and sum(limits) <= 570
+    used = {name for name in SCRIPTS if f"$bench/{name}" in text}
+    assert {"probes_gpu.py", "lora_gpu.py", "fused_gpu.py"} <= used
