@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
@@ -289,8 +288,9 @@ register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 class WeightCopies:
-    """Copies of parameters in the matmul dtype, refreshed after an optimizer step. Gradients are
-    added to the parameters' `grad`, in the parameters' dtype and in place.
+    """Copies of parameters in the matmul dtype, leaves of autograd, refreshed after an optimizer
+    step, all of them at once. Gradients are added to the parameters' `grad`, in the parameters'
+    dtype and in place.
 
     `local_tensor` reads a parameter through its attribute `copies`.
 
@@ -306,17 +306,27 @@ class WeightCopies:
 
     def read(self, param: nn.Parameter) -> torch.Tensor:
         """Return the local tensor of `param` in `dtype`."""
-        local = local_of(param)
         copy, before = self.by_param.get(param, (None, None))
-        now = local._version, _num_optimizer_steps
-        if copy is None or before != now:
+        if copy is None:
+            copy = local_of(param).to(self.dtype).requires_grad_(param.requires_grad)
+            if param.requires_grad:
+                # A node of Python for each parameter would cost the host five times as much.
+                copy.register_post_accumulate_grad_hook(partial(_take_gradient, param))
+            if param.dtype == torch.float32:
+                vars(copy)["find_total"] = partial(_find_total, param)  # for `moe_experts`
+            self.by_param[param] = copy, _state_of(param)
+        elif before != _state_of(param):
+            old = [p for p, (_, state) in self.by_param.items() if state != _state_of(p)]
+            copies = [self.by_param[p][0] for p in old]
             with torch.no_grad():
-                copy = local.to(self.dtype) if copy is None else copy.copy_(local)
-            self.by_param[param] = copy, now
-        read = _ReadCopy.apply(param, copy)
-        if param.dtype == torch.float32:
-            read.find_total = partial(_find_total, param)  # for `moe_experts`
-        return read
+                torch._foreach_copy_(copies, [local_of(p) for p in old])
+            self.by_param |= {p: (c, _state_of(p)) for p, c in zip(old, copies, strict=True)}
+        return copy
+
+
+def _state_of(param: nn.Parameter) -> tuple[int, int]:
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    return local._version, _num_optimizer_steps
 
 
 def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
@@ -330,27 +340,17 @@ def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
     return total, False
 
 
-class _ReadCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, param: nn.Parameter, copy: torch.Tensor) -> torch.Tensor:
-        ctx.param = param
-        ctx.set_materialize_grads(False)
-        return copy.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, None]:
-        """Add the gradient to `grad` here and return None: autograd would cast it first, and add
-        it in a second pass. `grad` is None if the matmul has added the gradient already.
-        """
-        param = ctx.param
-        if grad is None:
-            return None, None
-        if param.grad is None:
-            param.grad = sharded_like(param, grad.to(param.dtype))
-        else:
-            local_of(param.grad).add_(grad)
-        return None, None
+def _take_gradient(param: nn.Parameter, copy: torch.Tensor) -> None:
+    """Add the gradient of a copy to that of its parameter. There is none if the matmul has added it
+    already.
+    """
+    grad, copy.grad = copy.grad, None
+    if grad is None:
+        return
+    if param.grad is None:
+        param.grad = sharded_like(param, grad.to(param.dtype))
+    else:
+        local_of(param.grad).add_(grad)
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:

@@ -226,7 +226,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if is_elsewhere(tensor):
         return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach() if local.requires_grad else local
 
 
 def region_of(tensor: torch.Tensor) -> Region:
