@@ -131,15 +131,15 @@ def cases(arch: int) -> Iterator[Case]:
         yield from _elementwise(dtype)
         yield from _adamw(dtype)
     if has_fences(triton.__version__):  # or torch's operators are taken
-        yield from _gated_delta(delta.OPTIONS[launch.table_of(arch // 10, _SHARED[arch])])
+        yield from _gated_delta(launch.table_of(arch // 10, _SHARED[arch]))
         yield from _delta_inputs()
 
 
-def _gated_delta(table: dict[str, dict[str, int]]) -> Iterator[Case]:
+def _gated_delta(table: str) -> Iterator[Case]:
     wide = ("g_ptr", "beta_ptr", "sums_ptr", "first_ptr", "last_ptr", "dlast_ptr", "dfirst_ptr")
     wide += ("dk_ptr", "dsums_ptr", "wrote_ptr", "carried_ptr", "dbeta_ptr", "dg_ptr")
     for name, kernel in delta.KERNELS.items():
-        options = {"H": 16, "G": 32, "K": 128, "V": 128, "C": 64} | table[name]
+        options = {"H": 16, "G": 32, "V": 128} | delta.options_of(table, name)
         tile = launch.Tile(64, 1, 64, options.pop("num_warps"), options.pop("num_stages"), 1)
         names = [name for name in kernel.arg_names if name not in options]
         for known in (False, True) if name == "solve" else (None,):

@@ -15,9 +15,10 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.kernels import find_stand_in, kernel_device
+from titanlite.ops.kernels import find_stand_in, kernel_device, operator
 
 AttentionBackend = Literal["sdpa", "varlen"]
 # The kernel always takes grouped heads; torch 2.12 and newer want that stated.
@@ -198,13 +199,37 @@ def varlen_attention(
             **_GROUPED,
         )
     else:
-        out_THK, _ = sink_attention(
+        out_THK = _AttendWithSinks.apply(
             q_THK, k_TGK, v_TGK, sinks_H, starts_N1, bound, scale, window_size
         )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]
 
 
-@torch.library.custom_op("titanlite::sink_attention", mutates_args=())
+def _like_results(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=wide)
+
+
+def _like_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *rest: Any):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, rest[0]))
+
+
+class _AttendWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> torch.Tensor:
+        query, key, value, sinks, starts, *ctx.options = operands
+        results = sink_attention(*operands)
+        ctx.save_for_backward(query, key, value, *results, sinks, starts)
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return *sink_attention_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4
+
+
+@operator(fake=_like_results)
 def sink_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -232,7 +257,7 @@ def sink_attention(
     return (out * share_TH1).to(out.dtype), total_HT
 
 
-@torch.library.custom_op("titanlite::sink_attention_backward", mutates_args=())
+@operator(fake=_like_gradients)
 def sink_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
@@ -257,27 +282,3 @@ def sink_attention_backward(
     taken_HT = (grad.to(lse.dtype) * out).sum(-1).T
     weights_HT = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
     return dq, dk, dv, (weights_HT * taken_HT).sum(-1).neg().to(sinks.dtype)
-
-
-@sink_attention.register_fake
-def _(query: torch.Tensor, key: Any, value: Any, sinks: Any, *rest: Any) -> Any:
-    tokens, heads, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=wide)
-
-
-@sink_attention_backward.register_fake
-def _(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, sinks: Any, *rest: Any):
-    return tuple(x.new_empty(x.shape) for x in (query, key, value, sinks))
-
-
-def _save_for_sinks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    query, key, value, sinks, starts, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output, sinks, starts)
-
-
-def _differentiate_sinks(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    return *sink_attention_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4
-
-
-sink_attention.register_autograd(_differentiate_sinks, setup_context=_save_for_sinks)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titanlite.ops.causal_conv import causal_conv
 from titanlite.ops.gated_delta import DeltaBackend, choose_backend, l2_norm
-from titanlite.ops.kernels import define_operator
+from titanlite.ops.kernels import define_operator, differentiate, like
 
 
 def _fake(x: Tensor, taps: Any, documents: Any, key_width: int) -> tuple[Tensor, ...]:
@@ -24,22 +23,20 @@ def _fake(x: Tensor, taps: Any, documents: Any, key_width: int) -> tuple[Tensor,
     return tuple(x.new_empty(*x.shape[:3], width) for width in widths)
 
 
-def _fake_backward(dq: Any, dk: Any, dv: Any, x: Tensor, taps: Tensor, documents: Any):
-    return x.new_empty(x.shape), taps.new_empty(taps.shape)
-
-
 _KERNELS = "titanlite.ops.delta_inputs_triton"
-_delta_inputs = define_operator(
-    "delta_inputs(Tensor x, Tensor taps, Tensor documents, int key_width)"
-    " -> (Tensor, Tensor, Tensor)",
-    _KERNELS,
-    _fake,
-)
-_delta_inputs_backward = define_operator(
-    "delta_inputs_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor taps,"
-    " Tensor documents) -> (Tensor, Tensor)",
-    _KERNELS,
-    _fake_backward,
+_delta_inputs = differentiate(
+    define_operator(
+        "delta_inputs(Tensor x, Tensor taps, Tensor documents, int key_width)"
+        " -> (Tensor, Tensor, Tensor)",
+        _KERNELS,
+        _fake,
+    ),
+    define_operator(
+        "delta_inputs_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor taps,"
+        " Tensor documents, int key_width) -> (Tensor, Tensor)",
+        _KERNELS,
+        like(3, 4),
+    ),
 )
 
 
@@ -68,7 +65,7 @@ def delta_inputs(
         if document_ids_BS is None:
             document_ids_BS = torch.zeros(x_BSHJ.shape[:2], dtype=torch.int32, device=x_BSHJ.device)
         documents_BS = document_ids_BS.int().contiguous()
-        q, k, v = _DeltaInputs.apply(x_BSHJ, taps_HJW.contiguous(), documents_BS, key_width)
+        q, k, v = _delta_inputs(x_BSHJ, taps_HJW.contiguous(), documents_BS, key_width)
         return q, k, v.flatten(2).unflatten(2, (-1, value_width))
     y_BSC = causal_conv(x_BSHJ.flatten(2), taps_HJW.flatten(0, 1), document_ids_BS)
     return split_heads(y_BSC.unflatten(2, x_BSHJ.shape[2:]), key_width, value_width)
@@ -80,16 +77,3 @@ def split_heads(y_BSHJ: Tensor, key_width: int, value_width: int) -> tuple[Tenso
     q_BSHK, k_BSHK, v_BSH = y_BSHJ.split([key_width, key_width, values], dim=3)
     v_BSGV = v_BSH.flatten(2).unflatten(2, (-1, value_width))
     return l2_norm(q_BSHK, key_width**-0.5), l2_norm(k_BSHK), v_BSGV
-
-
-class _DeltaInputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *operands: Any) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*operands[:3])
-        return _delta_inputs(*operands)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dheads: Tensor):
-        contiguous = (dx.contiguous() for dx in dheads)
-        return *_delta_inputs_backward(*contiguous, *ctx.saved_tensors), None, None

@@ -15,19 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import device_of
+from titanlite.ops.launchers import cdiv, device_of
 
 TOKENS = 32  # of one program
 WARPS, BACKWARD_WARPS = 4, 8  # with 4, backward spills 0.6 KB of registers per thread
 
 
 @triton.jit
-def _place(S, H, J, K, BT):
-    """Return a program's row, head, block, tokens and columns."""
+def _place(x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT):
+    """Return a program's row, head, block, tokens and columns, and where inputs and taps of its
+    head begin, and the documents of its row.
+    """
     block, program = tl.program_id(1), tl.program_id(2)
+    b, head = (program // H).to(tl.int64), program % H
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     columns = block * K + tl.arange(0, K)
-    return (program // H).to(tl.int64), program % H, block, t, columns
+    x, documents = x_ptr + b * stride_b + head * stride_h, documents_ptr + b * S
+    return b, head, block, t, columns, x, taps_ptr + head * J * W, documents
 
 
 @triton.jit
@@ -60,9 +64,9 @@ def _tap(taps, columns, J, i, W):
 
 
 @triton.jit
-def _convolve(x, taps, documents, t, columns, S, J, stride, W, BT, K):
+def _convolve(x, taps, documents, t, columns, S, J, stride, W):
     """Return the sums before SiLU; 0 outside of the row."""
-    total = tl.zeros([BT, K], tl.float32)
+    total = 0.0
     for i in tl.static_range(W):
         value = _read(x, documents, t, i, columns, S, J, stride)
         total += value * _tap(taps, columns, J, i, W)[None, :]
@@ -95,10 +99,10 @@ def delta_inputs_kernel(
     BT: tl.constexpr,
 ):
     """Write silu(convolution), normalized if it is of queries or keys."""
-    b, head, block, t, columns = _place(S, H, J, K, BT)
-    x, documents = x_ptr + b * stride_b + head * stride_h, documents_ptr + b * S
-    taps = taps_ptr + head * J * W
-    y = _convolve(x, taps, documents, t, columns, S, J, stride_t, W, BT, K)
+    b, head, block, t, columns, x, taps, documents = _place(
+        x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT
+    )
+    y = _convolve(x, taps, documents, t, columns, S, J, stride_t, W)
     y *= tl.sigmoid(y)
     if block < 2:
         _, scale = _norm(y, block, K)
@@ -129,14 +133,15 @@ def delta_inputs_backward_kernel(
     BT: tl.constexpr,
 ):
     """Write dx (B, S, H, J) and parts of the taps' gradient, (B, tiles, H, W, J)."""
-    b, head, block, t, columns = _place(S, H, J, K, BT)
-    x, documents = x_ptr + b * stride_b + head * stride_h, documents_ptr + b * S
-    taps, real = taps_ptr + head * J * W, (columns < J)[None, :]
+    b, head, block, t, columns, x, taps, documents = _place(
+        x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT
+    )
+    real = (columns < J)[None, :]
     here = tl.load(documents + t, mask=t < S, other=0)
-    dx = tl.zeros([BT, K], tl.float32)
+    dx = 0.0
     for i in tl.static_range(W):  # of the token that reads t as its i-th
         reader = t + i
-        total = _convolve(x, taps, documents, reader, columns, S, J, stride_t, W, BT, K)
+        total = _convolve(x, taps, documents, reader, columns, S, J, stride_t, W)
         sigmoid = tl.sigmoid(total)
         y = total * sigmoid
         place = _result(dq_ptr, dk_ptr, dv_ptr, b, head, block, reader, columns, S, H, J, K)
@@ -163,7 +168,7 @@ def _launch(
     kernel: Any, warps: int, x: Tensor, taps: Tensor, key_width: int, operands: Any
 ) -> None:
     batch, size, heads, inputs = x.shape
-    grid = (triton.cdiv(size, TOKENS), triton.cdiv(inputs, key_width), batch * heads)
+    grid = (cdiv(size, TOKENS), cdiv(inputs, key_width), batch * heads)
     sizes = (size, heads, inputs, *x.stride()[:3], taps.shape[2])
     with device_of(x):
         kernel[grid](*operands, *sizes, K=key_width, BT=TOKENS, num_warps=warps)
@@ -178,13 +183,19 @@ def delta_inputs(x: Tensor, taps: Tensor, documents: Tensor, key_width: int):
 
 
 def delta_inputs_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, taps: Tensor, documents: Tensor
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    documents: Tensor,
+    key_width: int,
 ):
     """Return the gradients of x and taps, contiguous."""
     batch, size, heads, inputs = x.shape
-    dx, tiles = x.new_empty(x.shape), triton.cdiv(size, TOKENS)
+    dx, tiles = x.new_empty(x.shape), cdiv(size, TOKENS)
     shape = (batch, tiles, heads, taps.shape[2], inputs)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     operands = (dq, dk, dv, x, taps, documents, dx, parts)
-    _launch(delta_inputs_backward_kernel, BACKWARD_WARPS, x, taps, dq.shape[3], operands)
+    _launch(delta_inputs_backward_kernel, BACKWARD_WARPS, x, taps, key_width, operands)
     return dx, parts.sum((0, 1)).mT.to(taps.dtype).contiguous()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import define_operator
+from titanlite.ops.kernels import define_operator, differentiate, like
 from titanlite.ops.matmul import resolve_backend
 
 if TYPE_CHECKING:  # operators need nothing but torch and triton
@@ -24,16 +24,6 @@ if TYPE_CHECKING:  # operators need nothing but torch and triton
 
 
 _KERNELS = "titanlite.ops.elementwise_triton"
-
-
-def _like(*places: int) -> Any:
-    """Return a fake kernel whose results are like the operands at `places`, contiguous."""
-
-    def fake(*operands: Any) -> Any:
-        made = [operands[i].new_empty(operands[i].shape) for i in places]
-        return tuple(made) if len(made) > 1 else made[0]
-
-    return fake
 
 
 def _like_sum(x: Any, update: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,37 +40,42 @@ _add_norm_backward = define_operator(
     "add_norm_backward(Tensor? dtotal, Tensor dy, Tensor total, Tensor weight, float eps,"
     " float offset) -> (Tensor, Tensor)",
     _KERNELS,
-    _like(1, 3),
+    like(1, 3),
 )
-_gated_norm = define_operator(
-    "gated_norm(Tensor x, Tensor z, Tensor weight, float eps) -> Tensor", _KERNELS, _like(0)
-)
-_gated_norm_backward = define_operator(
-    "gated_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor weight, float eps)"
-    " -> (Tensor, Tensor, Tensor)",
-    _KERNELS,
-    _like(1, 2, 3),
+_gated_norm = differentiate(
+    define_operator(
+        "gated_norm(Tensor x, Tensor z, Tensor weight, float eps) -> Tensor", _KERNELS, like(0)
+    ),
+    define_operator(
+        "gated_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor weight, float eps)"
+        " -> (Tensor, Tensor, Tensor)",
+        _KERNELS,
+        like(1, 2, 3),
+    ),
 )
 _rotate_heads = define_operator(
     "rotate_heads(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin,"
     " float eps, float offset) -> (Tensor, Tensor)",
     _KERNELS,
-    _like(0, 1),
+    like(0, 1),
 )
-_rotate_heads_backward = define_operator(
-    "rotate_heads_backward(Tensor dq, Tensor dk, Tensor q, Tensor k, Tensor q_weight,"
-    " Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _KERNELS,
-    _like(2, 3, 4, 5),
+_normalize_and_rotate = differentiate(
+    _rotate_heads,
+    define_operator(
+        "rotate_heads_backward(Tensor dq, Tensor dk, Tensor q, Tensor k, Tensor q_weight,"
+        " Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset)"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
+        _KERNELS,
+        like(2, 3, 4, 5),
+    ),
 )
-_swiglu_apart = define_operator(
-    "swiglu_apart(Tensor gate, Tensor up) -> Tensor", _KERNELS, _like(0)
-)
-_swiglu_apart_backward = define_operator(
-    "swiglu_apart_backward(Tensor dh, Tensor gate, Tensor up) -> (Tensor, Tensor)",
-    _KERNELS,
-    _like(1, 2),
+_swiglu_apart = differentiate(
+    define_operator("swiglu_apart(Tensor gate, Tensor up) -> Tensor", _KERNELS, like(0)),
+    define_operator(
+        "swiglu_apart_backward(Tensor dh, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+        _KERNELS,
+        like(1, 2),
+    ),
 )
 
 
@@ -147,7 +142,7 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """Return `rms_norm(x) * silu(z)`, in the dtype of x."""
     if takes_kernels(x_BSHRV, z_BSHRV, weight_V):
-        return _GatedNorm.apply(x_BSHRV.contiguous(), _with_rows(z_BSHRV), weight_V, eps)
+        return _gated_norm(x_BSHRV.contiguous(), _with_rows(z_BSHRV), weight_V, eps)
     normed_BSHRV = rms_norm(x_BSHRV, weight_V, eps)
     wide = torch.promote_types(x_BSHRV.dtype, torch.float32)
     return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSHRV.dtype)
@@ -159,19 +154,6 @@ def _with_rows(x: torch.Tensor) -> torch.Tensor:
     """
     has_rows = x.stride(0) == x.shape[1] * x.stride(1) and x[0, 0, 0].is_contiguous()
     return x if has_rows else x.contiguous()
-
-
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, z: Any, weight: Any, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, z, weight)
-        ctx.eps = eps
-        return _gated_norm(x, z, weight, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor):
-        return *_gated_norm_backward(dy.contiguous(), *ctx.saved_tensors, ctx.eps), None
 
 
 def apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
@@ -227,20 +209,8 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
 def swiglu_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` of two tensors. Kept for backward: both."""
     if takes_kernels(gate, up):
-        return _SwiGLUApart.apply(gate.contiguous(), up.contiguous())
+        return _swiglu_apart(gate.contiguous(), up.contiguous())
     return swiglu(torch.cat([gate, up], dim=-1))
-
-
-class _SwiGLUApart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
-        return _swiglu_apart(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh: torch.Tensor):
-        return _swiglu_apart_backward(dh.contiguous(), *ctx.saved_tensors)
 
 
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -397,8 +367,10 @@ def rotate_heads(
     `apply_rope`.
     """
     if takes_kernels(q_BSHK, k_BSGK, *cos_sin, *(weights_K or ())):
-        operands = (_with_rows(q_BSHK), k_BSGK.contiguous(), *(weights_K or (None, None)))
-        return _RotateHeads.apply(*operands, *cos_sin, eps, offset)
+        q_BSHK, k_BSGK = _with_rows(q_BSHK), k_BSGK.contiguous()
+        if weights_K is None:
+            return _RotateHeads.apply(q_BSHK, k_BSGK, *cos_sin)
+        return _normalize_and_rotate(q_BSHK, k_BSGK, *weights_K, *cos_sin, eps, offset)
     if weights_K is not None:
         q_BSHK = rms_norm(q_BSHK, weights_K[0], eps, offset)
         k_BSGK = rms_norm(k_BSGK, weights_K[1], eps, offset)
@@ -407,19 +379,12 @@ def rotate_heads(
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *operands: Any) -> Any:
-        q, k, q_weight, k_weight, *angles, ctx.eps, ctx.offset = operands
-        heads = (None, None) if q_weight is None else (q, k)
-        ctx.save_for_backward(*heads, q_weight, k_weight, *angles)
-        return _rotate_heads(*operands)
+    def forward(ctx: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return _rotate_heads(q, k, None, None, cos, sin, 0.0, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor):
-        dq, dk = dq.contiguous(), dk.contiguous()
-        # Unpack once: under activation checkpointing that recomputes.
-        *heads_and_weights, cos, sin = ctx.saved_tensors
-        if heads_and_weights[0] is None:  # turned back by the same angles
-            return *_rotate_heads(dq, dk, None, None, cos, -sin, 0.0, 0.0), *[None] * 6
-        operands = (*heads_and_weights, cos, sin, ctx.eps, ctx.offset)
-        return *_rotate_heads_backward(dq, dk, *operands), *[None] * 4
+        dq, dk, (cos, sin) = dq.contiguous(), dk.contiguous(), ctx.saved_tensors
+        return *_rotate_heads(dq, dk, None, None, cos, -sin, 0.0, 0.0), None, None

@@ -9,6 +9,7 @@ Shapes: T tokens or rows, D width, H query heads, G key or value heads, K head w
 part of it, P programs.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import INTERPRETED, device_of
+from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, next_power_of_2
 
 PROGRAMS = 4 if INTERPRETED else 528  # 4 for each multiprocessor of an H100
 SWIGLU_BLOCK = 64 if INTERPRETED else 1024  # columns at once
@@ -303,20 +304,22 @@ def swiglu_apart_backward_kernel(
     _store(dgate_ptr, place, d < D, dh * up * (sigmoid + silu * (1.0 - sigmoid)))
 
 
+@cache
 def norm_options(width: int, itemsize: int) -> dict[str, int]:
     """Return the options of the two kernels whose programs hold a whole row: with more values per
     thread, registers spill.
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return {"BLOCK": block, "num_warps": max(min(block * itemsize // 1024, 16), 1)}
 
 
+@cache
 def head_options(width: int, rotated: int, heads: int) -> dict[str, int]:
     """Return the options of `rotate_heads`; `heads` is the larger number of queries and keys."""
-    sizes = {"K": width, "R": rotated, "HALF": triton.next_power_of_2(rotated // 2)}
-    sizes["REST"] = triton.next_power_of_2(max(width - rotated, 1))
-    at_once = HEAD_VALUES // triton.next_power_of_2(width)  # with more, registers spill
-    block = min(at_once // (1 if width == rotated else 2), triton.next_power_of_2(heads))
+    sizes = {"K": width, "R": rotated, "HALF": next_power_of_2(rotated // 2)}
+    sizes["REST"] = next_power_of_2(max(width - rotated, 1))
+    at_once = HEAD_VALUES // next_power_of_2(width)  # with more, registers spill
+    block = min(at_once // (1 if width == rotated else 2), next_power_of_2(heads))
     return sizes | {"BH": max(block, 1), "num_warps": 1}
 
 
@@ -354,14 +357,14 @@ def _gate_sizes(z: Tensor) -> dict[str, Any]:
     heads, repeats, width = z.shape[2:]
     sizes = {"T": z.numel() // width, "G": heads * repeats, "R": repeats, "D": width}
     sizes |= {"stride_t": z.stride(1), "stride_h": z.stride(2)}
-    return sizes | {"BLOCK": triton.next_power_of_2(width), "BR": NORM_ROWS}
+    return sizes | {"BLOCK": next_power_of_2(width), "BR": NORM_ROWS}
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of contiguous x, times silu(z)."""
     sizes, y = _gate_sizes(z), torch.empty_like(x)
     with device_of(x):
-        blocks = triton.cdiv(sizes["T"], NORM_ROWS)
+        blocks = cdiv(sizes["T"], NORM_ROWS)
         gated_norm_kernel[(blocks,)](x, z, weight, y, eps=eps, **sizes)
     return y
 
@@ -369,7 +372,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float):
     """Return the gradients of x, z and the weight."""
     sizes, dx, dz = _gate_sizes(z), torch.empty_like(x), torch.empty_like(x)
-    programs = min(PROGRAMS, triton.cdiv(sizes["T"], NORM_ROWS))
+    programs = min(PROGRAMS, cdiv(sizes["T"], NORM_ROWS))
     parts = _make_parts(x, programs, x.shape[-1])
     with device_of(x):
         gated_norm_backward_kernel[(programs,)](dy, x, z, weight, dx, dz, parts, eps=eps, **sizes)
@@ -379,9 +382,9 @@ def gated_norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: f
 def _head_sizes(q: Tensor, k: Tensor, cos: Tensor) -> tuple[dict[str, Any], int]:
     """Return the sizes that both kernels take, and the number of blocks of heads."""
     heads, kv_heads = q.shape[2], k.shape[2]
-    sizes = head_options(q.shape[3], cos.shape[-1], max(heads, kv_heads))
-    sizes |= {"H": heads, "G": kv_heads, "stride_t": q.stride(1), "stride_h": q.stride(2)}
-    return sizes, triton.cdiv(heads, sizes["BH"]) + triton.cdiv(kv_heads, sizes["BH"])
+    sizes = {"H": heads, "G": kv_heads, "stride_t": q.stride(1), "stride_h": q.stride(2)}
+    sizes |= head_options(q.shape[3], cos.shape[-1], max(heads, kv_heads))
+    return sizes, cdiv(heads, sizes["BH"]) + cdiv(kv_heads, sizes["BH"])
 
 
 def rotate_heads(
@@ -426,7 +429,7 @@ def rotate_heads_backward(
         rotate_heads_backward_kernel[(programs, blocks)](
             *operands, T=tokens, eps=eps, offset=offset, **sizes
         )
-    sums, queries = parts.sum(0), triton.cdiv(sizes["H"], sizes["BH"])
+    sums, queries = parts.sum(0), cdiv(sizes["H"], sizes["BH"])
     dweights = (part.sum(0).to(q_weight.dtype) for part in (sums[:queries], sums[queries:]))
     return *results, *dweights
 
@@ -434,7 +437,7 @@ def rotate_heads_backward(
 def swiglu_apart(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of contiguous tensors."""
     out, width = torch.empty_like(gate), gate.shape[-1]
-    grid = (gate.numel() // width, triton.cdiv(width, SWIGLU_BLOCK))
+    grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
     with device_of(gate):
         swiglu_apart_kernel[grid](gate, up, out, width, BLOCK=SWIGLU_BLOCK)
     return out
@@ -443,7 +446,7 @@ def swiglu_apart(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_apart_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both."""
     results, width = (torch.empty_like(gate), torch.empty_like(up)), gate.shape[-1]
-    grid = (gate.numel() // width, triton.cdiv(width, SWIGLU_BLOCK))
+    grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
     with device_of(gate):
         swiglu_apart_backward_kernel[grid](dh, gate, up, *results, width, BLOCK=SWIGLU_BLOCK)
     return results

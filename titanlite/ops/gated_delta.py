@@ -36,7 +36,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.process import read_variable
 from titanlite.ops.attention import find_starts
-from titanlite.ops.kernels import has_triton, kernel_device
+from titanlite.ops.kernels import has_triton, kernel_device, operator
 from titanlite.ops.matmul import has_fences
 
 DeltaBackend = Literal["auto", "triton", "torch", "fla"]
@@ -254,7 +254,24 @@ class _GatedDelta(torch.autograd.Function):
         return *grads, None, None if saved[6] is None else dstate, None, None
 
 
-@torch.library.custom_op("titanlite::gated_delta", mutates_args=())
+def _like_results(q: Any, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, chunk, backend = rest
+    (batch, size, heads, width), value_heads = k.shape, v.shape[2]
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    last = v.new_empty(batch, value_heads, width, v.shape[3], dtype=dtype)
+    shape = (-(-size // chunk), batch, heads, value_heads // heads, chunk, chunk)
+    kept = v.dtype if backend == "triton" else dtype
+    return v.new_empty(v.shape), last, v.new_empty(shape, dtype=kept)
+
+
+def _like_gradients(dout: Any, dlast: Any, *operands: Any) -> tuple[Tensor, ...]:
+    _, k, v, *_ = operands
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    dstate = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    return *(x.new_empty(x.shape) for x in operands[:5]), dstate
+
+
+@operator(fake=_like_results)
 def gated_delta(
     q: Tensor,
     k: Tensor,
@@ -277,7 +294,7 @@ def gated_delta(
     return _join(read, v), states[-1].flatten(1, 2).clone(), inverse
 
 
-@torch.library.custom_op("titanlite::gated_delta_backward", mutates_args=())
+@operator(fake=_like_gradients)
 def gated_delta_backward(
     dout: Tensor,
     dlast: Tensor | None,
@@ -427,33 +444,6 @@ def _join(cut: Tensor, like: Tensor) -> Tensor:
     joined = cut.permute(1, 0, 4, 2, 3, *range(5, cut.dim()))
     joined = joined.flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
     return joined.to(like.dtype).contiguous()
-
-
-@gated_delta.register_fake
-def _(
-    q: Any,
-    k: Any,
-    v: Tensor,
-    g: Any,
-    beta: Any,
-    documents: Any,
-    state: Any,
-    chunk: int,
-    backend: str,
-):
-    (batch, size, heads, width), value_heads = k.shape, v.shape[2]
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    last = v.new_empty(batch, value_heads, width, v.shape[3], dtype=dtype)
-    shape = (-(-size // chunk), batch, heads, value_heads // heads, chunk, chunk)
-    kept = v.dtype if backend == "triton" else dtype
-    return v.new_empty(v.shape), last, v.new_empty(shape, dtype=kept)
-
-
-@gated_delta_backward.register_fake
-def _(dout: Any, dlast: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Any):
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    dstate = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
-    return *(x.new_empty(x.shape) for x in (q, k, v, g, beta)), dstate
 
 
 @register_flop_formula(torch.ops.titanlite.gated_delta)

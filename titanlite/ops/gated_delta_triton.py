@@ -26,41 +26,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import INTERPRETED, device_of, table_of
+from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, table_of
 
 CHUNK, KEY_WIDTH, HALF = 64, 128, 64
-# Table (`launchers.table_of`) -> kernel -> options. BV: columns of V per program. With three stages
-# `dstates` has no room for its operands; what the others change keeps registers off the stack, or
-# fits the 99 KiB of shared memory that the smallest devices have.
+C, K = tl.constexpr(CHUNK), tl.constexpr(KEY_WIDTH)
+# Table (`launchers.table_of`) -> kernel -> warps, stages, and columns of V of a program, unless it
+# takes all. With three stages `dstates` has no room for its operands; what the others change keeps
+# registers off the stack, or fits the 99 KiB of shared memory that the smallest devices have.
 _HOPPER = {
-    "solve": {"num_warps": 4, "num_stages": 2},
-    "states": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "read": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "dstates": {"BV": 32, "num_warps": 4, "num_stages": 2},
-    "dread": {"num_warps": 8, "num_stages": 2},
-    "dsolve": {"num_warps": 8, "num_stages": 2},
+    "solve": (4, 2),
+    "states": (4, 2, 64),
+    "read": (4, 2, 64),
+    "dstates": (4, 2, 32),
+    "dread": (8, 2),
+    "dsolve": (8, 2),
 }
-OPTIONS = {
+_TABLES = {
     "large": _HOPPER,
-    "small": _HOPPER
-    | {
-        "states": {"BV": 32, "num_warps": 4, "num_stages": 2},
-        "dstates": {"BV": 32, "num_warps": 4, "num_stages": 1},
-    },
-    "blackwell": _HOPPER
-    | {
-        "states": {"BV": 64, "num_warps": 8, "num_stages": 2},
-        "dread": {"num_warps": 8, "num_stages": 1},
-    },
+    "small": _HOPPER | {"states": (4, 2, 32), "dstates": (4, 1, 32)},
+    "blackwell": _HOPPER | {"states": (8, 2, 64), "dread": (8, 1)},
 }
+
+
+def options_of(table: str, kernel: str) -> dict[str, int]:
+    """Return the options of a kernel on the devices of a table."""
+    names = ("num_warps", "num_stages", "BV")
+    return dict(zip(names, _TABLES[table][kernel], strict=False))
 
 
 @cache
-def _find_options(device: torch.device) -> dict[str, dict[str, int]]:
+def _find_table(device: torch.device) -> str:
     if INTERPRETED:
-        return OPTIONS["large"]
+        return "large"
     properties = torch.cuda.get_device_properties(device)
-    return OPTIONS[table_of(properties.major, properties.shared_memory_per_block_optin)]
+    return table_of(properties.major, properties.shared_memory_per_block_optin)
 
 
 def forward(
@@ -73,10 +72,9 @@ def forward(
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, the last state and T, as `gated_delta.gated_delta` does."""
-    launch = _Launcher(q, k, v, documents)
+    launch = _Launcher(k, v, documents)
     inverse = launch.empty(launch.num_chunks, *launch.outer, CHUNK, CHUNK)
-    W, U, sums = launch.solve(g, beta, inverse, is_known=False)
-    states, new, last = launch.states(W, U, sums, state)
+    _, sums, states, new, last = launch.walk(g, beta, inverse, state, is_known=False)
     out = torch.empty_like(new)
     launch("read", q, k, new, states, sums, out)
     return out, last, inverse
@@ -95,23 +93,18 @@ def backward(
     inverse: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the first state."""
-    launch, dout = _Launcher(q, k, v, documents), dout.contiguous()
-    W, U, sums = launch.solve(g, beta, inverse, is_known=True)
-    states, new, _ = launch.states(W, U, sums, state)
-    dstates, dnew = torch.empty_like(states), torch.empty_like(new)
-    dstate = launch.empty(*states.shape[0:1], *states.shape[2:], dtype=torch.float32)
-    operands = (q, k, W, sums, dout, dlast, dstates, dnew, dstate)
-    launch("dstates", *operands)
-    halves = KEY_WIDTH // HALF
+    launch, dout = _Launcher(k, v, documents), dout.contiguous()
+    W, sums, states, new, last = launch.walk(g, beta, inverse, state, is_known=True)
+    dstates, dnew, dstate = (torch.empty_like(x) for x in (states, new, last))
+    launch("dstates", q, k, W, sums, dout, dlast, dstates, dnew, dstate)
     dW, dq = torch.empty_like(W), torch.empty_like(q)
     dk = torch.empty_like(k, dtype=torch.float32)
-    parts = (*states.shape[:3], halves, CHUNK)
+    parts = (*states.shape[:3], KEY_WIDTH // HALF, CHUNK)
     dsums, wrote = (launch.empty(*parts, dtype=torch.float32) for _ in range(2))
     carried = launch.empty(*states.shape[:4], dtype=torch.float32)
     operands = (q, k, new, states, dstates, dnew, dout, sums, dq, dk, dW, dsums, wrote, carried)
     launch("dread", *operands)
-    dk_through, dv = torch.empty_like(W), torch.empty_like(v)
-    dbeta, dg = torch.empty_like(sums), torch.empty_like(sums)
+    dk_through, dv, dbeta, dg = (torch.empty_like(x) for x in (W, v, sums, sums))
     operands = (k, v, beta, inverse, dW, dnew, sums, dsums, wrote, carried)
     launch("dsolve", *operands, dk_through, dv, dbeta, dg)
     dk += dk_through.unflatten(2, (k.shape[2], -1)).sum(3, dtype=torch.float32)
@@ -121,51 +114,51 @@ def backward(
 class _Launcher:
     """Starts kernels; the grid ends with rows times value heads, or key heads for `dread`."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> None:
-        (batch, self.size, heads, width), value_heads = k.shape, v.shape[2]
+    def __init__(self, k: Tensor, v: Tensor, documents: Tensor) -> None:
+        (batch, self.size, heads, _), value_heads = k.shape, v.shape[2]
         self.k, self.v, self.documents = k, v, documents.contiguous()
-        self.num_chunks = triton.cdiv(self.size, CHUNK)
+        self.num_chunks = cdiv(self.size, CHUNK)
         self.outer = (batch, heads, value_heads // heads)
-        self.sizes = {"H": heads, "G": value_heads, "K": width, "V": v.shape[3], "C": CHUNK}
+        self.sizes = {"H": heads, "G": value_heads, "V": v.shape[3]}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.v.dtype, device=self.v.device)
 
     def __call__(self, name: str, *operands: Tensor | None, **more: Any) -> None:
         kernel: Any = KERNELS[name]
-        options = self.sizes | _find_options(self.v.device)[name] | more
-        blocks = options["V"] // options["BV"] if "BV" in options else options["K"] // HALF
+        options = self.sizes | options_of(_find_table(self.v.device), name) | more
         chunks, heads = self.num_chunks, options["H" if name == "dread" else "G"]
+        blocks = KEY_WIDTH // HALF if name == "dread" else options["V"] // options.get("BV", HALF)
         # what walks over a row has no grid of chunks, and what takes whole heads none of blocks
         grids = {"solve": (chunks,), "states": (blocks,), "dstates": (blocks,), "dsolve": (chunks,)}
         grid = (*grids.get(name, (chunks, blocks)), self.k.shape[0] * heads)
         with device_of(self.v):
             kernel[grid](*operands, self.documents, self.size, chunks, **options)
 
-    def solve(self, g: Tensor, beta: Tensor, inverse: Tensor, *, is_known: bool):
-        """Return U, W and the sums of g in chunks; write T unless it is known."""
+    def walk(
+        self, g: Tensor, beta: Tensor, inverse: Tensor, state: Tensor | None, *, is_known: bool
+    ) -> tuple[Tensor, ...]:
+        """Return W, the sums of g in chunks, the state before each chunk (B, N, G, K, V), `new`,
+        and the last state; write T unless it is known.
+        """
         k, v = self.k, self.v
-        W, U = self.empty(*v.shape[:3], k.shape[3]), self.empty(*v.shape)
+        (batch, _, value_heads, width), chunks = v.shape, self.num_chunks
+        W, U, new = self.empty(*v.shape[:3], KEY_WIDTH), self.empty(*v.shape), self.empty(*v.shape)
         sums = self.empty(*g.shape, dtype=torch.float32)
-        operands = (k, v, g, beta, inverse, W, U, sums)
-        self("solve", *operands, IS_KNOWN=is_known)
-        return W, U, sums
-
-    def states(self, W: Tensor, U: Tensor, sums: Tensor, state: Tensor | None):
-        """Return the state before each chunk (B, N, G, K, V), `new`, and the last state."""
-        batch, _, value_heads, width = self.v.shape
-        outer, inner = (batch, self.num_chunks, value_heads), (self.k.shape[3], width)
-        states, new = self.empty(*outer, *inner), self.empty(*self.v.shape)
-        last = self.empty(batch, value_heads, *inner, dtype=torch.float32)
-        operands = (self.k, W, U, sums, state, states, new, last)
-        self("states", *operands)
-        return states, new, last
+        self("solve", k, v, g, beta, inverse, W, U, sums, IS_KNOWN=is_known)
+        states = self.empty(batch, chunks, value_heads, KEY_WIDTH, width)
+        last = self.empty(batch, value_heads, KEY_WIDTH, width, dtype=torch.float32)
+        self("states", k, W, U, sums, state, states, new, last)
+        return W, sums, states, new, last
 
 
 @triton.jit
-def _at(pointer, b, size, heads, head, width):
-    """Where a head's first value of row b is."""
-    return pointer + (b.to(tl.int64) * size * heads + head) * width
+def _place(program, S, H, G):
+    """Return row and value head of a program, and the numbers of its first rows of values and of
+    keys, if a row has the values of one head.
+    """
+    b, head = (program // G).to(tl.int64), program % G
+    return b, head, b * S * G + head, b * S * H + head // (G // H)
 
 
 @triton.jit
@@ -189,7 +182,7 @@ def _store(pointer, t, columns, stride, inside, value):
 
 
 @triton.jit
-def _tokens(documents, n, S, C: tl.constexpr):
+def _tokens(documents, n, S):
     """Tokens of chunk n, whether they are in the row, and the documents of these, of the token
     before the chunk, and of its last one. After the row's end its last document goes on.
     """
@@ -201,19 +194,21 @@ def _tokens(documents, n, S, C: tl.constexpr):
 
 
 @triton.jit
-def _factors(sums, n, S, G, t, inside, document, before, last, C: tl.constexpr):
-    """Return sums of g, and factors of the state before (read), to the state after (write), and of
-    the one to the other (keep).
+def _chunk(documents, sums, n, S, G):
+    """Return tokens of chunk n, whether they are in the row, their documents, sums of g, and
+    factors of the state before (read), to the state after (write), and of the one to the other
+    (keep).
     """
+    t, inside, document, before, last = _tokens(documents, n, S)
     total = tl.load(sums + tl.minimum(t, S - 1) * G)
     end = tl.load(sums + tl.minimum(n * C + C - 1, S - 1) * G)
     read = tl.where((document == before) & inside, tl.exp(total), 0.0)
     write = tl.where((document == last) & inside, tl.exp(end - total), 0.0)
-    return total, read, write, tl.where(last == before, tl.exp(end), 0.0)
+    return t, inside, document, total, read, write, tl.where(last == before, tl.exp(end), 0.0)
 
 
 @triton.jit
-def _decay(total, document, C: tl.constexpr, FIRST: tl.constexpr):
+def _decay(total, document, FIRST: tl.constexpr):
     """D without the diagonals above -FIRST."""
     i = tl.arange(0, C)
     seen = (document[:, None] == document[None, :]) & (i[:, None] >= i[None, :] + FIRST)
@@ -221,7 +216,7 @@ def _decay(total, document, C: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _decay_t(total, document, C: tl.constexpr, FIRST: tl.constexpr):
+def _decay_t(total, document, FIRST: tl.constexpr):
     """Return the transpose of `_decay`, computed as such."""
     i = tl.arange(0, C)
     seen = (document[:, None] == document[None, :]) & (i[None, :] >= i[:, None] + FIRST)
@@ -229,7 +224,7 @@ def _decay_t(total, document, C: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _invert(A, C: tl.constexpr):
+def _invert(A):
     """(I + A)^-1 of a strictly lower triangular A, from the inverses of ever larger diagonal
     blocks. Powers of A would lose all digits where keys are alike.
     """
@@ -262,21 +257,19 @@ def solve_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
     IS_KNOWN: tl.constexpr,
 ):
     """Compute sums of g, T, W, U of one chunk and value head."""
     n, program = tl.program_id(0), tl.program_id(1)
-    b, head = program // G, program % G
-    t, inside, document, before, _ = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
-    gate = tl.load(_at(g_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0)
+    b, _, row, key_row = _place(program, S, H, G)
+    t, inside, document, before, _ = _tokens(documents_ptr + b * S, n, S)
+    gate = tl.load(g_ptr + row + t * G, mask=inside, other=0.0)
     total = tl.cumsum(gate.to(tl.float32), 0)
-    tl.store(_at(sums_ptr, b, S, G, head, 1) + t * G, total, mask=inside)
-    beta = tl.load(_at(beta_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums_ptr + row + t * G, total, mask=inside)
+    beta = tl.load(beta_ptr + row + t * G, mask=inside, other=0.0).to(tl.float32)
     keys, values = tl.arange(0, K), tl.arange(0, V)
-    k_base = _at(k_ptr, b, S, H, head // (G // H), K)
+    k_base = k_ptr + key_row * K
     k = _load(k_base, t, keys, H * K, inside)
     i = tl.arange(0, C)
     T_place = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
@@ -284,15 +277,15 @@ def solve_kernel(
     if IS_KNOWN:
         T = tl.load(T_place)
     else:
-        A = tl.dot(k, _load_t(k_base, t, keys, H * K, inside)) * _decay(total, document, C, 1)
-        T = _invert(A * beta[:, None], C).to(k.dtype)
+        A = tl.dot(k, _load_t(k_base, t, keys, H * K, inside)) * _decay(total, document, 1)
+        T = _invert(A * beta[:, None]).to(k.dtype)
         tl.store(T_place, T)
     read = tl.where(document == before, tl.exp(total), 0.0)
     w = tl.dot(T, (k * (beta * read)[:, None]).to(T.dtype))
-    _store(_at(W_ptr, b, S, G, head, K), t, keys, G * K, inside, w)
-    v = _load(_at(v_ptr, b, S, G, head, V), t, values, G * V, inside)
+    _store(W_ptr + row * K, t, keys, G * K, inside, w)
+    v = _load(v_ptr + row * V, t, values, G * V, inside)
     u = tl.dot(T, (v * beta[:, None]).to(T.dtype))
-    _store(_at(U_ptr, b, S, G, head, V), t, values, G * V, inside, u)
+    _store(U_ptr + row * V, t, values, G * V, inside, u)
 
 
 @triton.jit
@@ -310,40 +303,34 @@ def states_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Walk over the chunks of one row, for BV columns of a value head's state, in two halves of
     K.
     """
-    tl.static_assert(K == 128)
     block, program = tl.program_id(0), tl.program_id(1)
-    b, head = program // G, program % G
+    b, head, row, key_row = _place(program, S, H, G)
     half, values = tl.arange(0, 64), block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
-    documents, sums = _at(documents_ptr, b, S, 1, 0, 1), _at(sums_ptr, b, S, G, head, 1)
-    k_base, w_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(W_ptr, b, S, G, head, K)
-    u_base, new_base = _at(U_ptr, b, S, G, head, V), _at(new_ptr, b, S, G, head, V)
+    documents, sums = documents_ptr + b * S, sums_ptr + row
+    k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
+    u_base, new_base = U_ptr + row * V, new_ptr + row * V
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     state_1, state_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
     if first_ptr is not None:
         first = first_ptr + program.to(tl.int64) * K * V + inner
         state_1, state_2 = tl.load(first), tl.load(first + 64 * V)
     for n in range(N):
-        t, inside, document, before, last = _tokens(documents, n, S, C)
-        _, _, write, keep = _factors(sums, n, S, G, t, inside, document, before, last, C)
-        place = states_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V + inner
-        rounded_1, rounded_2 = (
-            state_1.to(k_ptr.dtype.element_ty),
-            state_2.to(k_ptr.dtype.element_ty),
-        )
+        t, inside, _, _, _, write, keep = _chunk(documents, sums, n, S, G)
+        place = states_ptr + ((b * N + n) * G + head) * K * V + inner
+        rounded_1, rounded_2 = state_1.to(dtype), state_2.to(dtype)
         tl.store(place, rounded_1)
         tl.store(place + 64 * V, rounded_2)
         new = _load(u_base, t, values, G * V, inside).to(tl.float32)
         new -= tl.dot(_load(w_base, t, half, G * K, inside), rounded_1)
         new -= tl.dot(_load(w_base + 64, t, half, G * K, inside), rounded_2)
-        rounded = new.to(k_ptr.dtype.element_ty)
+        rounded = new.to(dtype)
         _store(new_base, t, values, G * V, inside, rounded)
         k_1 = _load_t(k_base, t, half, H * K, inside) * write[None, :]
         k_2 = _load_t(k_base + 64, t, half, H * K, inside) * write[None, :]
@@ -367,25 +354,22 @@ def read_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Compute the outputs of one chunk, for BV columns of a value head."""
     n, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, head = program // G, program % G
-    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
-    sums = _at(sums_ptr, b, S, G, head, 1)
-    total, read, _, _ = _factors(sums, n, S, G, t, inside, document, before, last, C)
+    b, head, row, key_row = _place(program, S, H, G)
+    chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
+    t, inside, document, total, read, _, _ = chunk
     keys, values = tl.arange(0, K), block * BV + tl.arange(0, BV)
-    q = _load(_at(q_ptr, b, S, H, head // (G // H), K), t, keys, H * K, inside)
-    k_t = _load_t(_at(k_ptr, b, S, H, head // (G // H), K), t, keys, H * K, inside)
-    state = states_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V
+    q = _load(q_ptr + key_row * K, t, keys, H * K, inside)
+    k_t = _load_t(k_ptr + key_row * K, t, keys, H * K, inside)
+    state = states_ptr + ((b * N + n) * G + head) * K * V
     out = tl.dot(q, tl.load(state + keys[:, None] * V + values[None, :])) * read[:, None]
-    attended = (tl.dot(q, k_t) * _decay(total, document, C, 0)).to(q.dtype)
-    out += tl.dot(attended, _load(_at(new_ptr, b, S, G, head, V), t, values, G * V, inside))
-    _store(_at(out_ptr, b, S, G, head, V), t, values, G * V, inside, out)
+    attended = (tl.dot(q, k_t) * _decay(total, document, 0)).to(q.dtype)
+    out += tl.dot(attended, _load(new_ptr + row * V, t, values, G * V, inside))
+    _store(out_ptr + row * V, t, values, G * V, inside, out)
 
 
 @triton.jit
@@ -404,23 +388,20 @@ def dstates_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
     BV: tl.constexpr,
 ):
     """Walk back: the gradients of the state after each chunk and of `new`, for BV columns of a
     value head.
     """
-    tl.static_assert(K == 128)
     block, program = tl.program_id(0), tl.program_id(1)
-    b, head = program // G, program % G
+    b, head, row, key_row = _place(program, S, H, G)
     half, keys, values = tl.arange(0, 64), tl.arange(0, K), block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
-    documents, sums = _at(documents_ptr, b, S, 1, 0, 1), _at(sums_ptr, b, S, G, head, 1)
-    q_base = _at(q_ptr, b, S, H, head // (G // H), K)
-    k_base, w_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(W_ptr, b, S, G, head, K)
-    dout_base, dnew_base = _at(dout_ptr, b, S, G, head, V), _at(dnew_ptr, b, S, G, head, V)
+    documents, sums = documents_ptr + b * S, sums_ptr + row
+    q_base = q_ptr + key_row * K
+    k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
+    dout_base, dnew_base = dout_ptr + row * V, dnew_ptr + row * V
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     dstate_1, dstate_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
     if dlast_ptr is not None:
@@ -428,17 +409,15 @@ def dstates_kernel(
         dstate_1, dstate_2 = tl.load(end), tl.load(end + 64 * V)
     for m in range(N):
         n = N - 1 - m
-        t, inside, document, before, last = _tokens(documents, n, S, C)
-        factors = _factors(sums, n, S, G, t, inside, document, before, last, C)
-        total, read, write, keep = factors
-        place = dstates_ptr + ((b.to(tl.int64) * N + n) * G + head) * K * V + inner
+        t, inside, document, total, read, write, keep = _chunk(documents, sums, n, S, G)
+        place = dstates_ptr + ((b * N + n) * G + head) * K * V + inner
         rounded_1, rounded_2 = dstate_1.to(dtype), dstate_2.to(dtype)
         tl.store(place, rounded_1)
         tl.store(place + 64 * V, rounded_2)
         dout = _load(dout_base, t, values, G * V, inside)
         k = _load(k_base, t, keys, H * K, inside)
         q_t = _load_t(q_base, t, keys, H * K, inside)
-        attended_t = (tl.dot(k, q_t) * _decay_t(total, document, C, 0)).to(dtype)
+        attended_t = (tl.dot(k, q_t) * _decay_t(total, document, 0)).to(dtype)
         dnew = tl.dot(attended_t, dout)
         k_1 = _load(k_base, t, half, H * K, inside) * write[:, None]
         k_2 = _load(k_base + 64, t, half, H * K, inside) * write[:, None]
@@ -478,9 +457,7 @@ def dread_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
 ):
     """Gradients of queries and keys, and dW, for a chunk, a key head, and half of its columns.
 
@@ -489,31 +466,33 @@ def dread_kernel(
     gradient of the sums of g.
     """
     n, part, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, key_head = program // H, program % H
+    b, key_head = (program // H).to(tl.int64), program % H
     repeats: tl.constexpr = G // H
-    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
+    key_row = b * S * H + key_head
+    tokens = _tokens(documents_ptr + b * S, n, S)
+    t, inside, document = tokens[0], tokens[1], tokens[2]
     half = tl.arange(0, 64)
     keys = part * 64 + half
-    k_base = _at(k_ptr, b, S, H, key_head, K)
-    q = _load(_at(q_ptr, b, S, H, key_head, K), t, keys, H * K, inside)
+    k_base = k_ptr + key_row * K
+    q = _load(q_ptr + key_row * K, t, keys, H * K, inside)
     k = _load(k_base, t, keys, H * K, inside)
     # of these columns: other programs add what the others give to dsums
     qk = tl.dot(q, _load_t(k_base, t, keys, H * K, inside))
     dq, dk = tl.zeros([C, 64], tl.float32), tl.zeros([C, 64], tl.float32)
     for r in range(repeats):
         head = key_head * repeats + r
-        sums = _at(sums_ptr, b, S, G, head, 1)
-        factors = _factors(sums, n, S, G, t, inside, document, before, last, C)
-        total, read, write, _ = factors
-        dout_base, new_base = _at(dout_ptr, b, S, G, head, V), _at(new_ptr, b, S, G, head, V)
-        dnew_base = _at(dnew_ptr, b, S, G, head, V)
+        row = b * S * G + head
+        chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
+        _, _, _, total, read, write, _ = chunk
+        dout_base, new_base = dout_ptr + row * V, new_ptr + row * V
+        dnew_base = dnew_ptr + row * V
         # Several loops over V: together, their sums would not fit the registers.
         dP = tl.zeros([C, C], tl.float32)
         for x in range(V // 64):
             values = x * 64 + half
             dout = _load(dout_base, t, values, G * V, inside)
             dP += tl.dot(dout, _load_t(new_base, t, values, G * V, inside))
-        dP *= _decay(total, document, C, 0)
+        dP *= _decay(total, document, 0)
         dq += tl.dot(dP.to(k.dtype), k)
         dsums = tl.sum(dP * qk, 1) - tl.sum(dP * qk, 0)
         dP_t = tl.zeros([C, C], tl.float32)
@@ -521,10 +500,10 @@ def dread_kernel(
             values = x * 64 + half
             new = _load(new_base, t, values, G * V, inside)
             dP_t += tl.dot(new, _load_t(dout_base, t, values, G * V, inside))
-        dP_t *= _decay_t(total, document, C, 0)
+        dP_t *= _decay_t(total, document, 0)
         dk += tl.dot(dP_t.to(q.dtype), q)
         wrote, carried = tl.zeros([C], tl.float32), tl.zeros([64], tl.float32)
-        place = ((b.to(tl.int64) * N + n) * G + head) * K
+        place = ((b * N + n) * G + head) * K
         for x in range(V // 64):
             values = x * 64 + half
             inner = (place + keys[None, :]) * V + values[:, None]
@@ -547,9 +526,9 @@ def dread_kernel(
             inner = (place + keys[None, :]) * V + values[:, None]
             dnew = _load(dnew_base, t, values, G * V, inside)
             dW -= tl.dot(dnew, tl.load(states_ptr + inner))
-        _store(_at(dW_ptr, b, S, G, head, K), t, keys, G * K, inside, dW)
-    _store(_at(dq_ptr, b, S, H, key_head, K), t, keys, H * K, inside, dq)
-    _store(_at(dk_ptr, b, S, H, key_head, K), t, keys, H * K, inside, dk)
+        _store(dW_ptr + row * K, t, keys, G * K, inside, dW)
+    _store(dq_ptr + key_row * K, t, keys, H * K, inside, dq)
+    _store(dk_ptr + key_row * K, t, keys, H * K, inside, dk)
 
 
 @triton.jit
@@ -573,23 +552,20 @@ def dsolve_kernel(
     N,
     H: tl.constexpr,
     G: tl.constexpr,
-    K: tl.constexpr,
     V: tl.constexpr,
-    C: tl.constexpr,
 ):
     """Gradients through T and its operands of one chunk and value head: the rest of dk, dv, dbeta,
     dg.
     """
     n, program = tl.program_id(0), tl.program_id(1)
-    b, head = program // G, program % G
-    t, inside, document, before, last = _tokens(_at(documents_ptr, b, S, 1, 0, 1), n, S, C)
-    sums = _at(sums_ptr, b, S, G, head, 1)
-    total, read, _, keep = _factors(sums, n, S, G, t, inside, document, before, last, C)
-    beta = tl.load(_at(beta_ptr, b, S, G, head, 1) + t * G, mask=inside, other=0.0).to(tl.float32)
+    b, head, row, key_row = _place(program, S, H, G)
+    chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
+    t, inside, document, total, read, _, keep = chunk
+    beta = tl.load(beta_ptr + row + t * G, mask=inside, other=0.0).to(tl.float32)
     half, i = tl.arange(0, 64), tl.arange(0, C)
-    k_base, dw_base = _at(k_ptr, b, S, H, head // (G // H), K), _at(dW_ptr, b, S, G, head, K)
-    v_base, dnew_base = _at(v_ptr, b, S, G, head, V), _at(dnew_ptr, b, S, G, head, V)
-    dk_base, dv_base = _at(dk_ptr, b, S, G, head, K), _at(dv_ptr, b, S, G, head, V)
+    k_base, dw_base = k_ptr + key_row * K, dW_ptr + row * K
+    v_base, dnew_base = v_ptr + row * V, dnew_ptr + row * V
+    dk_base, dv_base = dk_ptr + row * K, dv_ptr + row * V
     T_base = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
     T_t = tl.load(T_base + i[None, :] * C + i[:, None])
     dtype: tl.constexpr = T_ptr.dtype.element_ty
@@ -610,7 +586,7 @@ def dsolve_kernel(
         k_t = _load_t(k_base, t, keys, H * K, inside) * (beta * read)[None, :]
         dT += tl.dot(dW, k_t.to(dtype))
         along += tl.sum(tl.dot(T_t, dW) * _load(k_base, t, keys, H * K, inside), 1)
-    dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, document, C, 1)
+    dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, document, 1)
     for x in range(K // 64):
         keys = x * 64 + half
         k_t = _load_t(k_base, t, keys, H * K, inside)
@@ -628,25 +604,25 @@ def dsolve_kernel(
         keys = x * 64 + half
         k = _load(k_base, t, keys, H * K, inside) * (beta * read)[:, None]
         dT_t += tl.dot(k.to(dtype), _load_t(dw_base, t, keys, G * K, inside))
-    place = ((b.to(tl.int64) * N + n) * G + head) * K
+    place = ((b * N + n) * G + head) * K
     wrote = tl.zeros([C], tl.float32)
     for part in range(K // 64):
         vector = (place // 64 + part) * C + i
         dsums += tl.load(dsums_ptr + vector)
         wrote += tl.load(wrote_ptr + vector)
     T = tl.load(T_base + i[:, None] * C + i[None, :])
-    dA_t = tl.dot(tl.dot(T, dT_t.to(dtype)).to(dtype), T) * _decay_t(total, document, C, 1)
+    dA_t = tl.dot(tl.dot(T, dT_t.to(dtype)).to(dtype), T) * _decay_t(total, document, 1)
     both = (dA - dA_t * beta[None, :]).to(dtype)  # dA + dA^T
     for x in range(K // 64):
         keys = x * 64 + half
         dk = tl.dot(T_t, _load(dw_base, t, keys, G * K, inside)) * (beta * read)[:, None]
         dk += tl.dot(both, _load(k_base, t, keys, H * K, inside))
         _store(dk_base, t, keys, G * K, inside, dk)
-    tl.store(_at(dbeta_ptr, b, S, G, head, 1) + t * G, dbeta, mask=inside)
+    tl.store(dbeta_ptr + row + t * G, dbeta, mask=inside)
     # The write factors e^(G_C - G_j) reach the gates after j, what is carried all of them.
     carry = tl.sum(tl.load(carried_ptr + place + tl.arange(0, K)), 0) * keep
     dg = tl.cumsum(dsums, 0, reverse=True) + tl.cumsum(wrote, 0) - wrote + carry
-    tl.store(_at(dg_ptr, b, S, G, head, 1) + t * G, dg, mask=inside)
+    tl.store(dg_ptr + row + t * G, dg, mask=inside)
 
 
 KERNELS = {

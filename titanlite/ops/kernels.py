@@ -6,10 +6,12 @@ and functions that read values of tensors have stand-ins.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 StandIn = Callable[..., Any]
@@ -27,12 +29,12 @@ def define_operator(schema: str, module: str, fake: Callable[..., Any]) -> Calla
 
     Without an autograd formula. A call costs the host 3 us, one of a `custom_op` 13.
     """
-    name = schema.partition("(")[0]
 
-    def compute(*operands: Any) -> Any:
-        return getattr(import_module(module), name)(*operands)
+    @cache
+    def find() -> Callable[..., Any]:
+        return getattr(import_module(module), schema.partition("(")[0])
 
-    return _register(schema, compute, fake)
+    return _register(schema, lambda *operands: find()(*operands), fake)
 
 
 def operator(
@@ -54,6 +56,40 @@ def _register(
     _library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"titanlite::{name}", fake, lib=_library)
     return getattr(torch.ops.titanlite, name)
+
+
+def like(*places: int) -> Callable[..., Any]:
+    """Return a fake kernel whose results are like the operands at `places`, contiguous."""
+
+    def fake(*operands: Any) -> Any:
+        made = [operands[i].new_empty(operands[i].shape) for i in places]
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return fake
+
+
+def differentiate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator `forward`, of tensors and then numbers, with a formula of autograd:
+    `backward` takes contiguous gradients of the results and all operands, which are kept, and
+    returns the gradients of the first of them.
+    """
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+            ctx.save_for_backward(*tensors)
+            ctx.numbers = operands[len(tensors) :]
+            return forward(*operands)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: torch.Tensor):
+            operands = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, that recomputes
+            found = backward(*(grad.contiguous() for grad in grads), *operands)
+            return *found, *[None] * (len(operands) - len(found))
+
+    return Differentiable.apply
 
 
 def find_stand_in(name: str) -> StandIn | None:

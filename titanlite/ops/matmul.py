@@ -2,8 +2,8 @@
 GEMM).
 
 A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows
-offsets[e - 1] to offsets[e]. It is one `torch.library` operator, differentiable once, with fake
-kernels, so that meta tensors, torch.compile and selective activation checkpointing know it.
+offsets[e - 1] to offsets[e], differentiable once. It and its gradient of weights are operators with
+fake kernels, so that meta tensors, torch.compile and selective activation checkpointing know them.
 Backends:
 
 - `triton`: titanlite's own kernels (`kernels_triton.py`), two-byte floats and float32, no
@@ -106,6 +106,35 @@ class _WideLinear(torch.autograd.Function):
         return dx_MK.view_as(x), torch.add(*dweights, out=torch.empty_like(weight_NK))
 
 
+def linear_each(x: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return `x @ weight.T` of each weight; the gradients of x (..., K) are added up in the
+    products.
+    """
+    return _LinearEach.apply(x, *weights_NK)
+
+
+class _LinearEach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights_NK)
+        x_MK = x.flatten(0, -2)
+        return tuple((x_MK @ weight.T).view(*x.shape[:-1], -1) for weight in weights_NK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights_NK = ctx.saved_tensors
+        x_MK, (needs_x, *needed), dx = x.flatten(0, -2), ctx.needs_input_grad, None
+        flat = [dy.flatten(0, -2) for dy in dys]
+        if needs_x:
+            dx_MK = flat[0] @ weights_NK[0]
+            for dy_MN, weight in zip(flat[1:], weights_NK[1:], strict=True):
+                dx_MK.addmm_(dy_MN, weight)
+            dx = dx_MK.view_as(x)
+        pairs = zip(flat, needed, strict=True)
+        return dx, *(dy_MN.T @ x_MK if need else None for dy_MN, need in pairs)
+
+
 def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     """Return `a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA
     alone.
@@ -152,9 +181,29 @@ def grouped_gemm(
     if not (rows_fit and weight_fits and offsets_fit and x_MK.dtype == weight_EKN.dtype):
         found = [(tuple(t.shape), t.stride(), t.dtype) for t in (x_MK, weight_EKN, offsets_E)]
         raise ValueError(f"grouped_gemm: shapes, strides and dtypes do not fit: {found}.")
-    return grouped_mm(
+    return _GroupedProduct.apply(
         x_MK, weight_EKN, offsets_E, resolve_backend(backend, x_MK.device, x_MK.dtype)
     )
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, offsets: Any, backend: str) -> torch.Tensor:
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
+        ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
+        return grouped_mm(x, weight, offsets, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, offsets = ctx.saved_tensors
+        dy, dx, dw = dy.contiguous(), None, None  # one of a sum is expanded, with strides of 0
+        if ctx.needs_input_grad[0]:
+            dx = grouped_mm(dy, weight.mT, offsets, ctx.backend)
+        if ctx.needs_input_grad[1]:
+            dw = grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend)
+        return dx, dw, None, None
 
 
 def resolve_backend(
@@ -221,11 +270,11 @@ def is_blackwell() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
 
 
-@torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
+@operator(fake=lambda x, weight, *rest: x.new_empty(x.shape[0], weight.shape[2]))
 def grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    """Compute `grouped_gemm` without argument checks, as a torch operator."""
+    """Compute `grouped_gemm` without argument checks and gradients."""
     if backend == "triton":
         return get_launchers().row_grouped_gemm(x, weight, offsets)
     if _use_torch_kernel(x, weight):
@@ -278,24 +327,23 @@ def grouped_mm_wgrad(
 
     With rows, int32, `triton` multiplies those of x or dy.
     """
-    num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     if backend == "triton":
         return get_launchers().reduction_grouped_gemm(
             x, dy, offsets, x_rows, dy_rows, k_major=k_major
         )
+    left, right = (dy, x) if k_major else (x, dy)
     if _use_torch_kernel(x, dy):
-        left, right = (dy, x) if k_major else (x, dy)
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
     # a product over no rows is zeros
-    dw = x.new_empty((num_experts, n, k) if k_major else (num_experts, k, n))
+    dw = x.new_empty(len(offsets), left.shape[1], right.shape[1])
     compute = get_compute_dtype(x)
     for expert, (start, end) in enumerate(get_groups(offsets)):
-        left, right = (dy, x) if k_major else (x, dy)
+        a, b = left[start:end].T, right[start:end]
         if compute == x.dtype:
-            torch.mm(left[start:end].T, right[start:end], out=dw[expert])
+            torch.mm(a, b, out=dw[expert])
         else:
-            dw[expert] = left[start:end].to(compute).T @ right[start:end].to(compute)
+            dw[expert] = a.to(compute) @ b.to(compute)
     return dw.mT if k_major else dw
 
 
@@ -347,30 +395,3 @@ def _(x: Any, weight: Any, *rest: Any, **options: Any) -> int:
 @register_flop_formula([torch.ops.titanlite.grouped_mm_wgrad, grouped_mm_wgrad_into])
 def _(x: Any, dy: Any, *rest: Any, **options: Any) -> int:
     return 2 * max(x[0], dy[0]) * x[1] * dy[1]  # one of the two may have the rows of tokens
-
-
-@grouped_mm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
-
-
-def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, offsets, backend = inputs
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
-    ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
-
-
-def _backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight, offsets = ctx.saved_tensors
-    dy = dy.contiguous()  # an expanded gradient (stride 0, from a sum) is no legal matmul operand
-    dx = grouped_mm(dy, weight.mT, offsets, ctx.backend) if ctx.needs_input_grad[0] else None
-    dw = (
-        grouped_mm_wgrad(x, dy, offsets, ctx.k_major, ctx.backend)
-        if ctx.needs_input_grad[1]
-        else None
-    )
-    return dx, dw, None, None
-
-
-grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)

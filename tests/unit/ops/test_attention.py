@@ -13,6 +13,7 @@ from titanlite.ops.attention import (
     build_attention_mask,
     leave_out_cudnn,
     sink_attention,
+    sink_attention_backward,
 )
 from titanlite.ops.kernels import plan_for_device
 
@@ -153,10 +154,13 @@ def test_sinks_and_their_gradients(backend, window, has_documents):
 
 
 def test_the_operator_of_sinks_is_one_for_torch():
-    q, k, v = (x.flatten(0, 1).float().requires_grad_() for x in make_qkv(1, 8))
+    q, k, v = (x.detach().flatten(0, 1).float() for x in make_qkv(1, 8))
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
-    operands = q, k, v, torch.randn(4, requires_grad=True), starts, 8, SCALE, [2, 0]
-    torch.library.opcheck(sink_attention, operands)
+    options = starts, 8, SCALE, [2, 0]
+    torch.library.opcheck(sink_attention.default, (q, k, v, sinks := torch.randn(4), *options))
+    results = sink_attention(q, k, v, sinks, *options)
+    backward = (torch.randn_like(q), q, k, v, *results, sinks, *options)
+    torch.library.opcheck(sink_attention_backward.default, backward)
 
 
 def test_a_document_that_comes_back_is_one_document():

@@ -156,9 +156,9 @@ def test_opcheck_of_both_operators():
     for k_major in [True, False]:
         x, stored, offsets = make_inputs([2, 0, 3], 0, 4, 6, torch.float32, k_major)
         weight = stored.detach().mT if k_major else stored.detach()
-        torch.library.opcheck(grouped_mm, (x, weight.requires_grad_(), offsets, "auto"))
+        torch.library.opcheck(grouped_mm.default, (x.detach(), weight, offsets, "auto"))
         torch.library.opcheck(
-            grouped_mm_wgrad, (x.detach(), torch.randn(5, 6), offsets, k_major, "auto")
+            grouped_mm_wgrad.default, (x.detach(), torch.randn(5, 6), offsets, k_major, "auto")
         )
 
 

@@ -16,10 +16,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.features.estimate.tracker import FixedScalars
 from titanlite.ops import linear_cross_entropy
 from titanlite.ops.kernels import plan_for_device
-from titanlite.ops.matmul import _WideLinear, wide_linear
+from titanlite.ops.matmul import _WideLinear, linear_each, wide_linear
 from titanlite.ops.moe_experts import permute_tokens, unpermute_sum
 
 BF16 = torch.bfloat16
+
+
+def test_projections_of_one_input_are_those_of_each_weight():
+    """With gradients of what needs some, and one buffer for that of the input."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(n, 4, dtype=torch.float64, requires_grad=n != 2) for n in (6, 2, 3)]
+    douts = [torch.randn(2, 3, len(weight), dtype=torch.float64) for weight in weights]
+    leaves, found = [x, weights[0], weights[2]], []
+    for outs in (linear_each(x, *weights), [torch.nn.functional.linear(x, w) for w in weights]):
+        found.append([*outs, *torch.autograd.grad(outs, leaves, douts)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+    with Calls() as calls:
+        torch.autograd.grad(linear_each(x, *weights), x, douts)
+    assert calls.found["addmm_.default"] == 2 and calls.found["add.Tensor"] == 0
 
 
 class Calls(TorchDispatchMode):

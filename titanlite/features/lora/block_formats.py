@@ -41,7 +41,7 @@ from titanlite.materialize.layout import Region, set_encoding
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.ops.kernels import has_triton
+from titanlite.ops.kernels import has_triton, operator
 from titanlite.ops.matmul import GroupedGemmBackend, grouped_gemm
 
 _FACTOR_BYTES = 4
@@ -179,7 +179,11 @@ def decode_blocks(
     return decode_blocks_op(records, layout.name, width, dtype, in_backward)
 
 
-@torch.library.custom_op("titanlite::decode_blocks", mutates_args=())
+def _like_values(records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, _: bool):
+    return records.new_empty((*records.shape[:-2], width), dtype=dtype)
+
+
+@operator(fake=_like_values)
 def decode_blocks_op(
     records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool
 ) -> torch.Tensor:
@@ -203,13 +207,6 @@ def decode_blocks_op(
         decoded = _decode_codes(codes, form).mul_(factor).flatten(1)
         values_NW[start : start + step] = decoded[:, :width]
     return values
-
-
-@decode_blocks_op.register_fake
-def _(
-    records: torch.Tensor, layout: str, width: int, dtype: torch.dtype, in_backward: bool
-) -> torch.Tensor:
-    return records.new_empty((*records.shape[:-2], width), dtype=dtype)
 
 
 def _split(records: torch.Tensor, layout: BlockFormat) -> tuple[torch.Tensor, torch.Tensor]:

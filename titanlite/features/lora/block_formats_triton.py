@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from titanlite.features.lora.block_formats import BlockFormat
-from titanlite.ops.launchers import device_of
+from titanlite.ops.launchers import cdiv, device_of
 
 VALUES, WARPS = 4096, 8  # per program
 
@@ -29,7 +29,7 @@ def decode_blocks(
     constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}
     constants["LOW_FIRST"] = layout.low_first
     with device_of(records):
-        decode_blocks_kernel[(triton.cdiv(count, at_once),)](
+        decode_blocks_kernel[(cdiv(count, at_once),)](
             *pointers, *sizes, **constants, num_warps=WARPS
         )
 
