@@ -8,7 +8,7 @@ Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K width
 head, V width of a value head, R rotated part of a head, C latent width.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source
 from titanlite.models.interface import Context, Core, LayerCache, Part
-from titanlite.models.layers import Linear, Recomputable, RMSNorm, SplitRMSNorm
+from titanlite.models.layers import Linear, Recomputable, RMSNorm, SplitRMSNorm, project_each
 from titanlite.ops import apply_rope, local_tensor, rotate_heads
 from titanlite.ops.attention import AttentionMask, attention
 
@@ -116,15 +116,17 @@ class Attention(SelfAttention):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        q_BSH, k_BSG, gate_BSHK = self.q_proj(x_BSD), self.k_proj(x_BSD), None
+        linears = self.q_proj, self.k_proj, self.v_proj
+        (q_BSH, k_BSG, v_BSG), gate_BSHK = project_each(x_BSD, *linears), None
         if isinstance(self.q_norm, SplitRMSNorm) and self.k_norm is not None:
             q_BSH, k_BSG = self.q_norm(q_BSH), self.k_norm(k_BSG)
-        q_BSHK, k_BSGK = (x.unflatten(-1, (-1, self.head_dim)) for x in (q_BSH, k_BSG))
+        q_BSHK, k_BSGK, v_BSGK = (
+            x.unflatten(-1, (-1, self.head_dim)) for x in (q_BSH, k_BSG, v_BSG)
+        )
         if self.is_gated:
             q_BSHK, gate_BSHK = q_BSHK.unflatten(2, (-1, 2)).unbind(3)
-        v_BSGK = self.v_proj(x_BSD).unflatten(-1, (-1, self.head_dim))
         cos_sin, mask = context.by_window[self.window]
-        q_BSHK, k_BSGK = rotate_heads(q_BSHK, k_BSGK, cos_sin, *self._norms())
+        q_BSHK, k_BSGK = self._rotate(q_BSHK, k_BSGK, cos_sin)
         sinks_H = None
         if self.sinks is not None:
             part, parts = self.core_attention.share
@@ -134,14 +136,17 @@ class Attention(SelfAttention):
             out_BSHK = out_BSHK * gate_BSHK.sigmoid()
         return out_BSHK.flatten(2)
 
-    def _norms(self) -> tuple[Any, ...]:
-        """Return the weights, the epsilon and the offset of the norms of single heads; an empty
-        tuple without such norms.
-        """
-        if self.q_norm is None or self.k_norm is None or isinstance(self.q_norm, SplitRMSNorm):
-            return ()
-        weights = local_tensor(self.q_norm.weight), local_tensor(self.k_norm.weight)
-        return weights, self.q_norm.eps, self.q_norm.offset
+    def _rotate(
+        self, q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, cos_sin: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the norms of each query and key, if there are some, and rotary positions."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None or k_norm is None or isinstance(q_norm, SplitRMSNorm):
+            return rotate_heads(q_BSHK, k_BSGK, cos_sin)
+        if q_norm._forward_hooks:  # somebody looks at the modules' results
+            return rotate_heads(q_norm(q_BSHK), k_norm(k_BSGK), cos_sin)
+        weights = local_tensor(q_norm.weight), local_tensor(k_norm.weight)
+        return rotate_heads(q_BSHK, k_BSGK, cos_sin, weights, q_norm.eps, q_norm.offset)
 
 
 class WindowedAttention(Attention):

@@ -27,6 +27,7 @@ from titanlite.ops import (
     rope_cos_sin,
     swiglu_apart,
 )
+from titanlite.ops.matmul import linear_each
 
 
 class Linear(nn.Linear):
@@ -67,6 +68,20 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else local_tensor(self.bias) * self.bias_scale
         return self.multiply(x, local_tensor(self.weight), bias)
+
+
+def project_each(x: torch.Tensor, *linears: Linear) -> tuple[torch.Tensor, ...]:
+    """Return the projections of x, of layers that are nothing but a weight by one operator."""
+    is_plain = not torch.compiler.is_compiling() and all(
+        type(linear) is Linear
+        and linear.bias is None
+        and linear.multiply is F.linear
+        and not linear._forward_hooks
+        for linear in linears
+    )
+    if is_plain:
+        return linear_each(x, *(local_tensor(linear.weight) for linear in linears))
+    return tuple(linear(x) for linear in linears)
 
 
 class Embedding(nn.Embedding):
@@ -226,7 +241,7 @@ class FeedForward(Recomputable, Part):
         return self.run(self.compute, x)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu_apart(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(swiglu_apart(*project_each(x, self.gate_proj, self.up_proj)))
 
 
 class OutputHead(Linear):

@@ -53,6 +53,21 @@ def test_buffers_stay_float32_in_a_bfloat16_model(tiny, family):
         ), name
 
 
+def test_hooks_see_projections_and_norms_that_are_fused_without_them(tiny):
+    model = build_decoder(tiny.config("qwen3"))
+    materialize(model, "cpu")
+    tokens, seen = torch.arange(8)[None], {}
+    expected = model(tokens)
+    names = ("q_proj", "v_proj", "q_norm", "k_norm", "gate_proj", "up_proj")
+    for name, module in model.named_modules():
+        if name.endswith(names):
+            module.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out}))
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-6, atol=1e-6)
+    layers = range(len(model.model.layers))
+    parts = ["self_attn." + name for name in names[:4]] + ["mlp." + name for name in names[4:]]
+    assert seen.keys() == {f"model.layers.{i}.{part}" for i in layers for part in parts}
+
+
 def pack(config, lengths, padding, generator):
     """Tokens and labels of documents, and the packed row: tokens, labels, positions, document
     ids.
