@@ -143,7 +143,9 @@ def _count_outside_kernels(text: str) -> int:
     the line after that of a call has the instructions of what was called.
     """
     names: dict[str, str] = {}
-    total, here, is_call = 0, "", False
+    total = 0
+    here = ""
+    is_call = False
     for line in text.splitlines():
         key, _, value = line.partition("=")
         if key in ("fn", "cfn"):

@@ -116,8 +116,8 @@ class Attention(SelfAttention):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        linears = self.q_proj, self.k_proj, self.v_proj
-        (q_BSH, k_BSG, v_BSG), gate_BSHK = project_each(x_BSD, *linears), None
+        q_BSH, k_BSG, v_BSG = project_each(x_BSD, self.q_proj, self.k_proj, self.v_proj)
+        gate_BSHK = None
         if isinstance(self.q_norm, SplitRMSNorm) and self.k_norm is not None:
             q_BSH, k_BSG = self.q_norm(q_BSH), self.k_norm(k_BSG)
         q_BSHK, k_BSGK, v_BSGK = (

@@ -386,5 +386,6 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor):
-        dq, dk, (cos, sin) = dq.contiguous(), dk.contiguous(), ctx.saved_tensors
-        return *_rotate_heads(dq, dk, None, None, cos, -sin, 0.0, 0.0), None, None
+        cos, sin = ctx.saved_tensors
+        operands = (dq.contiguous(), dk.contiguous(), None, None, cos, -sin)
+        return *_rotate_heads(*operands, 0.0, 0.0), None, None

@@ -142,11 +142,12 @@ class _Launcher:
         and the last state; write T unless it is known.
         """
         k, v = self.k, self.v
-        (batch, _, value_heads, width), chunks = v.shape, self.num_chunks
-        W, U, new = self.empty(*v.shape[:3], KEY_WIDTH), self.empty(*v.shape), self.empty(*v.shape)
+        batch, _, value_heads, width = v.shape
+        W = self.empty(*v.shape[:3], KEY_WIDTH)
+        U, new = (self.empty(*v.shape) for _ in range(2))
         sums = self.empty(*g.shape, dtype=torch.float32)
         self("solve", k, v, g, beta, inverse, W, U, sums, IS_KNOWN=is_known)
-        states = self.empty(batch, chunks, value_heads, KEY_WIDTH, width)
+        states = self.empty(batch, self.num_chunks, value_heads, KEY_WIDTH, width)
         last = self.empty(batch, value_heads, KEY_WIDTH, width, dtype=torch.float32)
         self("states", k, W, U, sums, state, states, new, last)
         return W, sums, states, new, last

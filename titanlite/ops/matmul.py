@@ -124,8 +124,10 @@ class _LinearEach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *weights_NK = ctx.saved_tensors
-        x_MK, (needs_x, *needed), dx = x.flatten(0, -2), ctx.needs_input_grad, None
+        needs_x, *needed = ctx.needs_input_grad
+        x_MK = x.flatten(0, -2)
         flat = [dy.flatten(0, -2) for dy in dys]
+        dx = None
         if needs_x:
             dx_MK = flat[0] @ weights_NK[0]
             for dy_MN, weight in zip(flat[1:], weights_NK[1:], strict=True):
@@ -198,7 +200,8 @@ class _GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
-        dy, dx, dw = dy.contiguous(), None, None  # one of a sum is expanded, with strides of 0
+        dy = dy.contiguous()  # that of a sum is expanded, with strides of 0
+        dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = grouped_mm(dy, weight.mT, offsets, ctx.backend)
         if ctx.needs_input_grad[1]:
