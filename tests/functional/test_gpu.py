@@ -19,7 +19,7 @@ from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import attention, build_attention_mask
 from titanlite.ops.delta_inputs import delta_inputs
 from titanlite.ops.gated_delta import find_triton_problem, gated_delta_rule, l2_norm
-from titanlite.ops.matmul import keep_float32, sum_over_rows, wide_linear
+from titanlite.ops.matmul import keep_float32, linear_each, sum_over_rows, wide_linear
 from titanlite.ops.moe_experts import gather_sum
 
 # torch looks at it once in a process, at the first product, which is that of a test without
@@ -142,6 +142,18 @@ def test_sums_of_two_byte_products_are_float32():
     logits.backward(dlogits)
     assert relative_error(x.grad, dlogits.double() @ weight.double()) < 3e-3  # bfloat16 once
     assert relative_error(weight.grad, dlogits.double().T @ x.double()) < 3e-3
+
+
+def test_projections_add_up_the_gradient_of_their_input():
+    leaves = [randn(2, 512, 256), *(randn(width, 256) for width in (512, 64, 64))]
+    exact = [tensor.double().requires_grad_() for tensor in leaves]
+    outs = linear_each(*(tensor.requires_grad_() for tensor in leaves))
+    expected = [exact[0] @ weight.T for weight in exact[1:]]
+    douts = [randn(*out.shape) for out in outs]
+    found = [*outs, *torch.autograd.grad(outs, leaves, douts)]
+    wanted = torch.autograd.grad(expected, exact, [dout.double() for dout in douts])
+    for actual, want in zip(found, [*expected, *wanted], strict=True):
+        assert relative_error(actual, want) < 4e-3  # that of the input is rounded three times
 
 
 @pytest.mark.parametrize("top_k", [1, 8])
