@@ -131,7 +131,7 @@ class _LinearEach(torch.autograd.Function):
         if needs_x:
             dx_MK = flat[0] @ weights_NK[0]
             for dy_MN, weight in zip(flat[1:], weights_NK[1:], strict=True):
-                dx_MK.addmm_(dy_MN, weight)
+                torch.addmm(dx_MK, dy_MN, weight, out=dx_MK)
             dx = dx_MK.view_as(x)
         pairs = zip(flat, needed, strict=True)
         return dx, *(dy_MN.T @ x_MK if need else None for dy_MN, need in pairs)
