@@ -195,17 +195,24 @@ def _tokens(documents, n, S):
 
 
 @triton.jit
-def _chunk(documents, sums, n, S, G):
-    """Return tokens of chunk n, whether they are in the row, their documents, sums of g, and
-    factors of the state before (read), to the state after (write), and of the one to the other
-    (keep).
+def _factors(sums, n, S, G, tokens):
+    """Return sums of g, and factors of the state before (read), to the state after (write), and of
+    the one to the other (keep).
     """
-    t, inside, document, before, last = _tokens(documents, n, S)
+    t, inside, document, before, last = tokens
     total = tl.load(sums + tl.minimum(t, S - 1) * G)
     end = tl.load(sums + tl.minimum(n * C + C - 1, S - 1) * G)
     read = tl.where((document == before) & inside, tl.exp(total), 0.0)
     write = tl.where((document == last) & inside, tl.exp(end - total), 0.0)
-    return t, inside, document, total, read, write, tl.where(last == before, tl.exp(end), 0.0)
+    return total, read, write, tl.where(last == before, tl.exp(end), 0.0)
+
+
+@triton.jit
+def _chunk(documents, sums, n, S, G):
+    """Return tokens of chunk n, whether they are in the row, their documents, and `_factors`."""
+    tokens = _tokens(documents, n, S)
+    total, read, write, keep = _factors(sums, n, S, G, tokens)
+    return tokens[0], tokens[1], tokens[2], total, read, write, keep
 
 
 @triton.jit
@@ -483,8 +490,7 @@ def dread_kernel(
     for r in range(repeats):
         head = key_head * repeats + r
         row = b * S * G + head
-        chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
-        _, _, _, total, read, write, _ = chunk
+        total, read, write, _ = _factors(sums_ptr + row, n, S, G, tokens)
         dout_base, new_base = dout_ptr + row * V, new_ptr + row * V
         dnew_base = dnew_ptr + row * V
         # Several loops over V: together, their sums would not fit the registers.
