@@ -150,8 +150,8 @@ def _look(
         raw, summand = read(stored)
         values = raw.view(stored.dtype)
         found.digest += summand
-        found.varied |= not torch.equal(raw[size:], raw[:-size])
-        found.exact |= bool(raw[:256:4].any())
+        found.varied = found.varied or not torch.equal(raw[size:], raw[:-size])
+        found.exact = found.exact or bool(raw[:256:4].any())
         if stored.dtype in PLAIN:
             # the sum of finite elements may overflow, rarely
             found.finite &= bool(values.sum().isfinite()) or bool(values.isfinite().all())
