@@ -245,8 +245,8 @@ def push_to_hub(folder: Path, repository: str) -> None:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
-            f"{folder}; upload it with: hf upload {repository} {folder} --exclude "
-            f"{' '.join(left_out)}"
+            f"{folder}; upload it with: hf upload {repository} {folder} "
+            + " ".join(f"--exclude {name}" for name in left_out)
         ) from error
     logger.info("hub: uploaded to https://huggingface.co/%s", repository)
 
