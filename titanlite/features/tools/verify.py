@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ConfigError) and list(folder.glob("*config.json")):
             problems = []
             notes = [f"not compared with the class of the model: {error}"]
-    report = verify_folder(folder, base or None, problems=problems, frozen=known.frozen)
+    report = verify_folder(folder, base or None, frozen=known.frozen)
+    report.problems[:0] = problems
     report.notes += notes
     print(json.dumps(asdict(report), indent=1) if known.json else report)
     return 1 if report.problems else 0

@@ -38,7 +38,7 @@ class Report:
     """Problems, each a sentence to act on; notes; and a table of the groups."""
 
     folder: str
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     table: list[tuple[str, ...]] = field(default_factory=list)
 
@@ -57,17 +57,14 @@ class Report:
         return "\n".join([*lines, *(f"  note: {text}" for text in self.notes)])
 
 
-def verify_folder(
-    folder: Path, base: Path | None = None, *, problems: Sequence[str] = (), frozen: str = ""
-) -> Report:
+def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -> Report:
     """Read a Hugging Face folder, or adapters, once, and check it.
 
     Args:
         base: folder of the model that training began with.
-        problems: those that are known already.
         frozen: pattern of the keys that training was to leave as they were.
     """
-    report = Report(str(folder), list(problems))
+    report = Report(str(folder))
     is_adapter = (folder / ADAPTER_FILE).exists()
     try:
         certificate = read_certificate(folder)
