@@ -195,7 +195,8 @@ def test_operator_passes_opcheck():
         records = encode_blocks(weights(3, 100), layout)
         for dtype in DTYPES:
             torch.library.opcheck(
-                torch.ops.titanlite.decode_blocks_op.default, (records, layout.name, 100, dtype, False)
+                torch.ops.titanlite.decode_blocks_op.default,
+                (records, layout.name, 100, dtype, False),
             )
 
 
