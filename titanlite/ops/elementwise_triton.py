@@ -179,7 +179,7 @@ def _load_weights(qw_ptr, kw_ptr, H, offset, K, R, HALF, REST, BH):
     w_ptr = qw_ptr
     if tl.program_id(1) * BH >= H:
         w_ptr = kw_ptr
-    a, b, c = _load_head(w_ptr, H > 0, K, R, HALF, REST)
+    a, b, c = _load_head(w_ptr, tl.arange(0, 1)[:, None] < H, K, R, HALF, REST)
     return a + offset, b + offset, c + offset
 
 
@@ -278,7 +278,7 @@ def rotate_heads_backward_kernel(
         rows, _ = _head_rows(dq_out, dk_out, H * K, K, t, H, G, K, BH)
         _store_head(rows, real, da, db, dc, K, R, HALF, REST)
     part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    _store_head(dw_ptr + part * K, T > 0, dwa, dwb, dwc, K, R, HALF, REST)
+    _store_head(dw_ptr + part * K, tl.arange(0, 1)[:, None] < T, dwa, dwb, dwc, K, R, HALF, REST)
 
 
 @triton.jit
