@@ -249,7 +249,9 @@ KERNELS_RUN = pytest.mark.skipif(
 @KERNELS_RUN
 @pytest.mark.parametrize(("dtype", "gate", "lengths", "bound"), CASES)
 def test_kernels_equal_the_recurrence(dtype, gate, lengths, bound):
-    inputs, documents = draw_for_kernels(lengths, dtype, gate, heads=1, value_heads=2)
+    heads = 2 if gate > 1 else 1  # of keys: which one a value head reads, and rows in their place
+    options = {"batch": 3 - heads, "heads": heads, "value_heads": 2 * heads}
+    inputs, documents = draw_for_kernels(lengths, dtype, gate, **options)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     ours = run_with_state(gated_delta_rule, inputs, documents, backend="triton")
     names = ("out", "last", "q", "k", "v", "g", "beta", "state")
