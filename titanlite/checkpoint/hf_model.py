@@ -478,11 +478,13 @@ def check_layout(plan: Plan) -> list[str]:
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Return the names of the buffers that are not all zeros on any pipeline stage, or on meta."""
+    """Return the names of the buffers that are not all zeros on any pipeline stage, or on meta. On
+    meta in stages are those of another one, which knows.
+    """
     found = {
         entry.fqn
         for entry in buffers
-        if entry.tensor.is_meta or bool(local_of(entry.tensor).count_nonzero())
+        if (not in_stages if entry.tensor.is_meta else local_of(entry.tensor).count_nonzero())
     }
     return set().union(*gather_objects(found)) if in_stages else found
 
