@@ -73,7 +73,7 @@ def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -
         stored = _read(folder, report)
         origin = Stored({}, {}) if base is None else read_model_headers(base)
         looks = scan(stored, origin)
-        known = certificate.get("base", {})
+        known: dict[str, str] = certificate.get("base", {})
         seen = {
             key: spell(origin.tensors[key].dtype, sum(look.base_digest for look in parts))
             for key, parts in looks.items()

@@ -112,7 +112,7 @@ def scan(stored: Stored, base: Stored) -> dict[str, list[Look]]:
             is_alike = tensor.shape == other.shape and (len(dtypes) == 1 or dtypes <= PLAIN)
             other = other if is_alike else None
         is_split = "expert" in key and len(tensor.shape) > 2
-        rows = tensor.shape[0] if is_split else 1
+        rows = math.prod(tensor.shape[:1]) if is_split else 1
         count = math.prod(tensor.shape) // max(rows, 1)
         for row in range(rows):
             part = range(row * count, (row + 1) * count)
