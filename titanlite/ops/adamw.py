@@ -68,7 +68,8 @@ def adamw_rounded(
     rows = max(_AT_ONCE // param_RC.shape[1], 1)
     for top in range(0, len(param_RC), rows):
         chunk = [tensor[top : top + rows] for tensor in tensors]
-        _step_chunk(*chunk, count, rates, key, first + top * row, row)
+        place = first + top * row
+        _step_chunk(*chunk, count=count, rates=rates, key=key, first=place, row=row)
 
 
 def _step_chunk(

@@ -92,7 +92,8 @@ class RoundedAdamW(LocalAdamW):
             if not params:
                 continue
             torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
-            rates = Rates(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            beta1, beta2 = group["betas"]
+            rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
             stepped = (param for param in group["params"] if param.grad is not None)
             for param, step, *tensors in zip(
                 stepped, steps, params, grads, means, squares, strict=True
@@ -120,7 +121,15 @@ class RoundedAdamW(LocalAdamW):
             some = [tensor[done : done + count] for tensor in rows]
             done += count
             first = start * width + column
-            adamw_rounded(*some, step, found_inf, rates, self._keys[param], first, width)
+            adamw_rounded(
+                *some,
+                step=step,
+                found_inf=found_inf,
+                rates=rates,
+                key=self._keys[param],
+                first=first,
+                row=width,
+            )
 
 
 def _make_key(seed: int, name: str) -> tuple[int, int]:
