@@ -41,6 +41,8 @@ def certify_checkpoints(parts: Parts) -> None:
     job, start = run.job, run.start
     known = on_first_rank(lambda: read_certificate(start.folder) if start else {})
     base, path = known.get("base", {}), job.checkpoint.initial_load_path
+    # `certify` must not hold the checkpointer, which holds it: the folder's lock ends with the run.
+    group = parts.checkpointer.group
     entries = {entry.fqn: entry for entry in parts.plan.entries}
     origin = base_model_of(path)
     # what is chosen for the GPUs names the mesh
@@ -77,7 +79,7 @@ def certify_checkpoints(parts: Parts) -> None:
     def certify(step: int) -> Certify:
         try:
             if path and not base:
-                base.update(digest_base(Path(path), parts.checkpointer.group))
+                base.update(digest_base(Path(path), group))
         except CheckpointError as error:
             logger.warning("certificate: without digests of the base: %s", error)
 
