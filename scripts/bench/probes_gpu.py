@@ -122,7 +122,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("question", choices=("attention", "graph", "exchange"))
+    questions = ("attention", "graph", "exchange")
+    parser.add_argument("question", nargs="?", choices=questions, default="attention")
     question = parser.parse_args().question
     if problem := missing_gpu():
         print(f"probes_gpu.py: {problem}", file=sys.stderr)
