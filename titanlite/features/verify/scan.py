@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from titanlite.base.process import keep_freed_memory
 from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.checkpoint.reader import JOB_BYTES, io_threads, opened, read_bytes, run_jobs
@@ -124,6 +125,7 @@ def scan(stored: Stored, base: Stored) -> dict[str, list[Look]]:
             )
             found[key].append(look)
             jobs.append(partial(_look, look, tensor, other, part))
+    keep_freed_memory()  # blocks that are given back cost more than what is done with them
     sizes = stored.file_bytes | base.file_bytes
     with opened(sizes, sizes) as handles:
         run_jobs((partial(job, handles) for job in jobs), io_threads())
