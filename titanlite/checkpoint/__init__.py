@@ -1,3 +1,5 @@
-"""Checkpoints: Hugging Face folders in and out, with the state of a run in them."""
+"""Checkpoints: Hugging Face folders that are read and written, and the training state inside
+them.
+"""
 
 from titanlite.checkpoint.train_state import Progress

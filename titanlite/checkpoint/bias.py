@@ -1,7 +1,6 @@
-"""The router's selection bias in a checkpoint: what is said if it is absent, or has lost its
-digits.
-
-With zeros in its place a model trains without an error, and sends tokens to other experts.
+"""The router's selection bias in a checkpoint: the errors and warnings if it is absent, or was
+rounded too far. With zeros in its place a model trains without an error, but routers choose
+different experts.
 """
 
 from collections.abc import Sequence
@@ -16,20 +15,20 @@ from titanlite.checkpoint.folder import Stored, shown
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.materialize import Unfit
 
-# Last parts of its name: in classes of transformers, and in the native decoder.
+# The last part of the bias's name: in transformers' classes, and in the native decoder.
 _LEAVES = ("e_score_correction_bias", "expert_bias")
 
 
 def is_bias(name: str) -> bool:
-    """Return True if `name` ends as a selection bias does."""
+    """Return True if the last part of `name` is the name of a selection bias."""
     return name.rpartition(".")[2] in _LEAVES
 
 
 def judge_absent_biases(
     where: str, absent: Sequence[str], total: int, *, allowed: bool
 ) -> list[tuple[str, Unfit]]:
-    """Return why a checkpoint is refused that lacks `absent` of the model's `total` biases; warn if
-    it is `allowed`.
+    """Return an error for a checkpoint in which `absent` of the model's `total` biases are missing;
+    if that is `allowed`, only warn.
     """
     if not absent:
         return []
@@ -50,10 +49,11 @@ def judge_absent_biases(
 
 
 def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
-    """Warn on rank 0 of biases that were rounded to two bytes until experts share their values.
+    """Warn on rank 0 of biases that have lost so many bits by rounding to two bytes that experts
+    share values.
 
-    Raises CheckpointError: on all ranks; they cannot be read. Collective, if there are any: every
-    rank must call.
+    Raises CheckpointError, on all ranks: the biases cannot be read. Collective, if there are any:
+    every rank must call.
     """
     biases = [
         t
@@ -81,13 +81,13 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
 
 
 def _has_collapsed(values: torch.Tensor) -> bool:
-    """Return True if at most half of the experts have a value of their own in the bias (E,).
+    """Return True if the bias (E,) has at most E / 2 distinct values, close together in its dtype.
 
-    Between the smallest and the largest the dtype must also have few values: a bias that training
-    moves in equal steps has few at first, too, with many between them.
+    "Close": the dtype has at most 2 E values between the smallest and the largest. A bias that
+    training has moved in a few equal steps has few distinct values too, but they are farther apart.
     """
     bits = values.flatten().view(torch.int16).int()
-    # consecutive numbers of the values that the dtype has
+    # consecutive integers for consecutive values of the dtype
     steps = torch.where(bits < 0, -(bits & 0x7FFF), bits)
     experts = len(steps)
     is_spread = int(steps.max() - steps.min()) > 2 * experts

@@ -1,8 +1,8 @@
-"""Checkpoint folders on disk: each appears complete or not at all, and its manifest lists its
+"""Checkpoint folders on disk: a folder appears complete or not at all, and its manifest lists its
 files.
 
-All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file,
-comes last. All of it is flushed to the disk, then one rename makes the folder visible. A process
+All ranks write into one hidden folder. The manifest, with the size and Adler-32 of every file, is
+written last. All of it is flushed to the disk, then one rename makes the folder visible. A process
 may be killed at any point.
 """
 
@@ -31,12 +31,13 @@ from titanlite.checkpoint.writer import FileLayout, Item, checksum, create_files
 from titanlite.materialize.digest import add_up
 
 MANIFEST_FILE = f"{OWN_FOLDER}/manifest.json"
-BEST = "best"  # link next to the checkpoints, to the best of them
+BEST = "best"  # symlink next to the checkpoints, to the best one
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-# Hidden folders of checkpoints that are being written, replaced or removed, with a random part.
+# Hidden folders of checkpoints that are being written, replaced or removed; part of the name is
+# random.
 _HIDDEN = re.compile(r"\.(step-\d+)\.[^.]+\.(tmp|old|gone)")
 _CHUNK = 8 << 20
-# Makes files of the items of the model and the digest of each, by its key.
+# Makes more files (content by name) from the model's items and the digest of each item, by key.
 Certify = Callable[[Sequence[Item], Mapping[str, int]], Mapping[str, bytes]]
 
 
@@ -47,13 +48,13 @@ def commit_folder(
     group: dist.ProcessGroup | None = None,
     certify: Certify | None = None,
 ) -> None:
-    """Write a checkpoint and make it visible as `folder`, which it replaces.
+    """Write a checkpoint and make it visible as `folder`; an older `folder` is replaced.
 
-    All ranks write their parts of `files`, laid out alike on all. Rank 0 also writes `rest`,
-    content by file name, and what `certify` returns: it is called with the items of the model, and
-    the digest of each of them, by its key.
+    All ranks write their parts of `files`, which have the same layout on all ranks. Rank 0 also
+    writes `rest` (content by file name), and the files that `certify` makes from the model's items
+    and the digest of each item, by key.
 
-    Raises CheckpointError: a rank could not write; on all ranks of `group`. An older `folder` is
+    Raises CheckpointError, on all ranks of `group`: a rank could not write. An older `folder` is
     untouched.
 
     Collectives: five small ones over `group`; every rank must call, and all must see the same file
@@ -85,7 +86,7 @@ def commit_folder(
 
 
 def _certified(files: Sequence[FileLayout]) -> list[Item]:
-    """Return the items that are the model's, not the training state's."""
+    """Return the items of the model, without the items of the training state."""
     models = [f for f in files if f.is_of_model or f.name == f"{OWN_FOLDER}/{SIDECAR_FILE}"]
     return [item for file in models for item, _ in file.items]
 
@@ -96,7 +97,7 @@ def _complete(
     rest: Mapping[str, bytes],
     shares: Sequence[Mapping[str, tuple[int, int]]],
 ) -> None:
-    """Write the files without tensors and the manifest, and flush all of the folder to the disk."""
+    """Write the files without tensors and the manifest, and flush the whole folder to the disk."""
     entries = {file.name: _entry(file.nbytes, checksum(file, shares)) for file in files}
     for name, content in rest.items():
         path = temporary / name
@@ -115,16 +116,18 @@ def _entry(nbytes: int, adler32: str) -> dict[str, Any]:
 
 
 def _hidden(folder: Path, kind: str) -> Path:
-    """Return the path of a hidden folder next to `folder` that no other process has."""
+    """Return the path of a hidden folder next to `folder`, with a name that no other process
+    uses.
+    """
     return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.{kind}")
 
 
 @contextmanager
 def hidden_folder(folder: Path) -> Generator[Path]:
-    """Yield a hidden folder, which the body renames to `folder` once it is complete; otherwise it
-    is removed.
+    """Yield a hidden folder, which the body renames to `folder` once it is complete; if it was not
+    renamed, it is removed.
 
-    In one process. Leftovers of killed processes that wrote `folder` are removed first.
+    For one process. Leftovers of killed processes that wrote `folder` are removed first.
     """
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
@@ -138,9 +141,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
 
 @contextmanager
 def saving(folder: Path) -> Generator[None]:
-    """Raise an exception of the body, of any kind, as a CheckpointError about `folder`, unless a
-    peer was lost.
-    """
+    """Turn any exception of the body into a CheckpointError about `folder`, except a lost peer."""
     try:
         yield
         return
@@ -153,7 +154,7 @@ def saving(folder: Path) -> Generator[None]:
         problem = f"{error}. {remedy}, or set another job.dump_folder."
     except TitanliteError as error:
         problem = str(error)
-    except Exception as error:  # a bug; its traceback is for the log
+    except Exception as error:  # a bug: its traceback goes to the log
         if is_lost_peer(error):
             raise
         logger.error("%s", traceback.format_exc())
@@ -167,12 +168,13 @@ def saving(folder: Path) -> Generator[None]:
 def check_folder(
     folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
-    """Compare the files in `folder` with its manifest, and list those that are missing or differ.
+    """Compare the files in `folder` with its manifest; return a problem for each file that is
+    missing or differs.
 
     Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every
     nth file, from the ith on.
 
-    Raises TransientError: a file is there and cannot be read, which is no sign of damage.
+    Raises TransientError: a file exists but cannot be read, which does not mean that it is damaged.
     """
     try:
         manifest = read_json(folder / MANIFEST_FILE, str(folder))
@@ -222,7 +224,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of `step` is."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step-{step}"
 
 
@@ -233,8 +235,8 @@ def find_newest_complete(folder: Path) -> int | None:
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what killed processes left. One process at a time: the one that holds the
-    `FolderLock`.
+    """Remove leftovers of killed processes. Only the process that holds the `FolderLock` may call
+    it.
     """
     for path in sorted(folder.glob(".step-*")) if folder.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
@@ -256,8 +258,8 @@ def remove_old(
     """Remove all but the last `keep_latest` checkpoints (0: keep all); multiples of `keep_every`
     (0: none) stay.
 
-    Incomplete checkpoints and those after `newest`, just saved, are neither counted nor removed;
-    `best` stays.
+    Incomplete checkpoints, and checkpoints after `newest` (the one just saved), are neither counted
+    nor removed; `best` stays.
     """
     steps = [step for step in list_steps(folder) if newest is None or step <= newest]
     steps = [step for step in steps if not check_folder(step_folder(folder, step))]
@@ -291,20 +293,20 @@ def _appear(temporary: Path, folder: Path) -> None:
 
 
 def read_best(folder: Path) -> int | None:
-    """Return the step that the link `folder`/best leads to, complete or not; None if there is no
+    """Return the step that the link `folder`/best points to, complete or not; None if there is no
     such link.
     """
     try:
         match = _STEP.fullmatch(os.readlink(folder / BEST))
-    except OSError:  # not there, or not a link
+    except OSError:  # missing, or not a link
         return None
     return int(match[1]) if match else None
 
 
 def point_best(folder: Path, step: int) -> None:
-    """Make the link lead to step-`step`, if that checkpoint is complete. One process at a time.
+    """Point the link to step-`step`, if that checkpoint is complete. One process at a time.
 
-    Raises OSError: the file system has no links, or something else has the name.
+    Raises OSError: the file system does not support links, or something else has this name.
     """
     if read_best(folder) == step or check_folder(step_folder(folder, step)):
         return

@@ -1,4 +1,4 @@
-"""Files of a saved model without tensors: configuration and generation settings.
+"""The files of a saved model that hold no tensors: its configuration and generation settings.
 
 They are built and checked once, before anything is trained; a save only writes them.
 """
@@ -28,7 +28,7 @@ from titanlite.models.families.config_json import (
 )
 from titanlite.models.families.family import TEXT_CONFIG
 
-# Ids by their names in config.json, such as `eos_token_id`.
+# Token ids by their names in config.json, such as `eos_token_id`.
 TokenIds = Mapping[str, int | None]
 _GENERATION = "generation_config.json"
 
@@ -40,7 +40,7 @@ _PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-# Keys that are not taken over from the original config.json: titanlite writes its own values.
+# Keys that are not copied from the original config.json: titanlite writes its own values.
 _REPLACED_KEYS = {
     "model_type",
     "architectures",
@@ -51,7 +51,7 @@ _REPLACED_KEYS = {
     "rope_theta",
     "rope_scaling",
     "original_max_position_embeddings",
-    "num_local_experts",  # the other name of a number of experts
+    "num_local_experts",  # another name of the number of experts
     "auto_map",  # names files with code, which are not written
 }
 
@@ -63,18 +63,18 @@ def describe_model(
     assets: Path | None,
     end_of_turn_ids: Sequence[int] = (),
 ) -> dict[str, bytes]:
-    """Return the files next to the weights, content by file name, after transformers has read them.
-    On one rank.
+    """Return the files next to the weights (content by file name), after transformers has read
+    them. On one rank.
 
-    `dtype` is that of the parameters on disk. Keys that titanlite has no setting for are taken from
-    `assets`, the folder of the model that training began with, and then from `token_ids`.
-    `end_of_turn_ids` are added to the ids that end a text.
+    `dtype` is the dtype of the parameters on disk. Values that titanlite has no setting for are
+    taken from `assets`, the folder of the model that training began with, and then from
+    `token_ids`. `end_of_turn_ids` are added to the ids that end a text.
 
-    Raises CheckpointError: transformers refuses something; names it, its value, and the file that
-    it is from.
+    Raises CheckpointError: transformers rejects a value; names the value and the file that it is
+    from.
     """
 
-    from transformers import GenerationConfig  # costs a second, and only saving needs it
+    from transformers import GenerationConfig  # takes a second to import, and only saving needs it
 
     source = "of the model" if assets is None else f"from {assets}"
 
@@ -105,8 +105,11 @@ def describe_model(
 def describe_larger(
     text: Mapping[str, Any], config: ModelConfig, folder: Path, dtype: torch.dtype
 ) -> dict[str, bytes]:
-    """Return the files of a larger model in place of that with the config.json `text`, its text
-    model; `folder` has the weights of both. Nothing if its config.json describes no larger one.
+    """Return the files that describe a larger model (image and text) instead of its text model
+    alone, whose config.json is `text`.
+
+    `folder` has the weights of both. The result is empty if the config.json in `folder` does not
+    describe a larger model.
     """
     larger = family_of(config).larger
     original = read_json(folder / "config.json", str(folder))
@@ -147,16 +150,17 @@ def describe_versions() -> dict[str, str]:
 def _native_config(
     config: ModelConfig, token_ids: TokenIds, dtype: torch.dtype, assets: Path | None
 ) -> Any:
-    """Build transformers' configuration of the model; it has accepted all values.
+    """Build transformers' configuration of the model, which checks all values.
 
-    Raises CheckpointError: it refuses values; names the files and settings that they are from.
+    Raises CheckpointError: transformers rejects values; names the files and settings that they are
+    from.
     """
     values = _values_of(config, token_ids, assets)
     values["dtype"] = str(dtype).removeprefix("torch.")
     family = family_of(config)
     try:
         hf_config = get_config_class(family.name, family.architecture)(**copy.deepcopy(values))
-        if hasattr(hf_config, "validate"):  # not of all classes
+        if hasattr(hf_config, "validate"):  # some classes have no validation
             hf_config.validate()
     except Exception as error:
         origins = "[model] and the tokenizer"
@@ -170,8 +174,8 @@ def _native_config(
 
 
 def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) -> dict[str, Any]:
-    """Return the values for config.json; keys that titanlite has no setting for are as in the
-    original one.
+    """Return the values for config.json; keys that titanlite has no setting for keep the original's
+    values.
     """
     path = None if assets is None else assets / "config.json"
     original = read_json(path, str(assets)) if path is not None and path.exists() else {}
@@ -182,7 +186,7 @@ def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) ->
         original = {}
     ours = family.to_hf(config, original)
     base = _without_replaced(original)
-    # Entries per layer are derived anew.
+    # Lists with one entry per layer are derived anew.
     if (count := original.get("num_hidden_layers")) != config.num_layers:
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
         if "max_window_layers" in base:
@@ -195,8 +199,8 @@ def _without_replaced(original: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_end_of_turn(path: Path, ids: Sequence[int]) -> None:
-    """Add `ids` to `eos_token_id`: a base model tuned on chats ends turns and texts with different
-    tokens.
+    """Add `ids` to `eos_token_id`: after a base model was tuned on chats, turns and documents end
+    with different tokens.
     """
     config = read_json(path, f"checkpoint: {path.parent}")
     eos = config.get("eos_token_id")

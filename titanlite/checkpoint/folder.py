@@ -1,5 +1,5 @@
-"""A folder of safetensors files: which bytes of which file are which tensor, found from the headers
-alone.
+"""A folder of safetensors files: the file, offset, dtype and shape of each tensor, found from the
+headers alone.
 
 Format: the length of the header as 8 little-endian bytes, the header as JSON, then the data. The
 header maps each name to `dtype`, `shape` and `data_offsets`, the half-open byte range of the tensor
@@ -42,8 +42,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file: dtype and shape are those on disk, `offset` is that of its
-    first byte in the file.
+    """One tensor of a safetensors file: `dtype` and `shape` are as on disk, and `offset` is the
+    position of its first byte in the file.
     """
 
     key: str
@@ -54,9 +54,7 @@ class StoredTensor(NamedTuple):
     nbytes: int
 
     def rows(self, start: int, length: int) -> "StoredTensor":
-        """Return `length` indices of the first dim, from `start` on, as a stored tensor of its
-        own.
-        """
+        """Return `length` rows (indices of the first dim), from `start` on, as a stored tensor."""
         size = self.nbytes // max(self.shape[0], 1)
         return self._replace(
             shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size
@@ -71,9 +69,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads
     the header only.
 
-    Raises CheckpointError: `path` cannot be read, is no regular file, or is not what the
-    safetensors library accepts: cut off, no JSON, offsets that are out of range, overlap, leave a
-    gap, or contradict dtype and shape.
+    Raises CheckpointError: `path` cannot be read or is not a regular file, or the safetensors
+    library rejects it: the file is cut off, the header is not JSON, or offsets are out of range,
+    overlap, leave a gap, or contradict dtype and shape.
     """
     where = f"checkpoint {path}"
     try:
@@ -119,26 +117,26 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int
         end = start + math.prod(shape) * dtype.itemsize
         table[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
-    # No other rank writes to a page of the header.
+    # Padded to a page, so that no other rank writes to a page of the header.
     text += b" " * (-(len(text) + 8) % _PAGE_BYTES)
     return struct.pack("<Q", len(text)) + text
 
 
 def shown(text: object) -> str:
-    """Return `text` from a file fit for a message: printable, and not long."""
+    """Return `text` from a file in a form fit for a message: printable and short."""
     safe = str(text).encode("unicode_escape").decode("ascii")
     return safe if len(safe) <= 200 else f"{safe[:197]}..."
 
 
-# FP8 weights with factors, as DeepSeek-V3's (arXiv:2412.19437, section 3.3), are dequantized while
+# FP8 weights with scales, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3), are dequantized while
 # they are read. `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128),
-# ceil(C / 128)) has one factor per block of 128 x 128, or of another size that config.json
-# declares. The weight is the product of both.
+# ceil(C / 128)) has one scale per block of 128 x 128, or of another size that config.json declares.
+# The weight is the product of codes and scales.
 
 
 def companions(key: str) -> list[str]:
-    """Return the keys that the factors of an FP8 weight may have, and those for activations, which
-    are not used.
+    """Return the keys that the scales of an FP8 weight may have, and the keys of activation scales,
+    which are ignored.
     """
     module = key.removesuffix(".weight")
     own = (".scale", ".qscale_weight", ".activation_scale", ".input_scale") if module != key else ()
@@ -148,13 +146,13 @@ def companions(key: str) -> list[str]:
 def find_scale(
     stored: StoredTensor, tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
 ) -> tuple[StoredTensor, tuple[int, int]]:
-    """Return the factors of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the
-    block that one serves.
+    """Return the scales of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the block
+    that one scale covers.
 
-    `tensors` are all stored ones. `declared` is the block in config.json, or None for one factor
-    per tensor; edges may cut blocks.
+    `tensors` are all stored tensors. `declared` is the block in config.json, or None for one scale
+    per tensor; blocks may be cut at the edges.
 
-    Raises ValueError: there are none, or they do not fit.
+    Raises ValueError: the scales are missing, or do not fit.
     """
     scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
     if scale is None:
@@ -175,7 +173,7 @@ def find_scale(
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the factors of a weight of `shape`."""
+    """Return the shape of the scales of a weight of `shape`."""
     return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
@@ -196,9 +194,9 @@ class Stored:
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
-    # rows and columns of an FP8 weight with a common factor
+    # rows and columns of the block of an FP8 weight that shares a scale
     block: tuple[int, int] | None = (128, 128)
-    # keys to save in float32 again, as most bytes are in fewer bits
+    # keys that are saved in float32 again, although most of the stored bytes are in smaller dtypes
     in_float32: frozenset[str] = frozenset()
 
 
@@ -206,7 +204,7 @@ def read_model_headers(folder: Path) -> Stored:
     """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that
     the index names.
 
-    Raises CheckpointError: there is no model, only pickle files, a file is missing or damaged, or
+    Raises CheckpointError: there is no model or only pickle files, a file is missing or damaged, or
     two files have the same key. Lists all problems.
     """
     where = f"checkpoint {folder}"
@@ -276,7 +274,8 @@ def read_headers(
 def read_json(path: Path, where: str) -> dict[str, Any]:
     """Return the JSON object in `path`.
 
-    Raises CheckpointError: it cannot be read (its cause is the OSError), or is no JSON object.
+    Raises CheckpointError: the file cannot be read (its cause is the OSError), or is not a JSON
+    object.
     """
     try:
         value = files.read_json(path)
@@ -300,7 +299,7 @@ def _read_index(path: Path) -> dict[str, str]:
         f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of "
         "a safetensors file in this folder."
         for key, file in weight_map.items()
-        # A path could lead out of the folder.
+        # A path could point out of the folder.
         if not isinstance(file, str)
         or not file.endswith(".safetensors")
         or file != Path(file).name

@@ -1,4 +1,4 @@
-"""The model's files in a Hugging Face folder: the source of weights, and what a save writes for
+"""The model's files in a Hugging Face folder: read as a source of weights, and written for
 `from_pretrained`.
 """
 
@@ -79,19 +79,19 @@ _OVERRIDE = ", or in training model.overrides.tie_word_embeddings = false"
 
 
 class CheckpointFormat(Protocol):
-    """The form of the weights of one kind of model in files. All methods are collective."""
+    """How the weights of one kind of model are stored in files. All methods are collective."""
 
     def sources(self, folder: str, stored: Stored) -> Any:
-        """Return the weights `stored` in `folder`, as a source for `materialize`."""
+        """Return the weights `stored` in `folder` as a source for `materialize`."""
         ...
 
     def check(self, plan: Plan) -> list[str]:
-        """Return the problems of tensors without a place in the files. The same on all ranks."""
+        """Return the problems of tensors that the files have no key for. The same on all ranks."""
         ...
 
     def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
         """Lay out the model's files, the same on all ranks. With `exact`, the titanlite subfolder
-        has full-precision copies of parameters that lose bits in `dtype`, for a resumed run.
+        has full-precision copies of the parameters that lose bits in `dtype`, for a resumed run.
         """
         ...
 
@@ -109,15 +109,15 @@ def weights_of(
     """Return the weights of the Hugging Face model in `folder`, as a source for
     `materialize(model)`.
 
-    `expert_bias` without a key in the architecture is read from the titanlite subfolder; with
-    `exact`, so are full-precision copies of parameters. With `absent_bias`, an `expert_bias` that
-    is not stored begins with zeros. `untied` names tied tensors that are stored twice, and what is
-    wrong with each.
+    An `expert_bias` for which the architecture has no key is read from the titanlite subfolder;
+    with `exact`, full-precision copies of parameters are read from there too. With `absent_bias`,
+    an `expert_bias` that is not stored begins with zeros. The result's `untied` holds the problem
+    of each tied tensor that is stored twice with different values, by name.
 
-    Raises CheckpointError: on all ranks; there is no model there, or files are missing or damaged.
+    Raises CheckpointError, on all ranks: there is no model there, or files are missing or damaged.
 
-    Collectives: broadcasts of what rank 0 reads; every rank must call. A tied head that is stored
-    too is compared with the embedding.
+    Collectives: broadcasts of data that rank 0 reads; every rank must call. A tied head that is
+    stored too is compared with the embedding.
     """
     source = format_of(model).sources(str(folder), _read_stored(folder, exact))
     source.absent_bias = absent_bias
@@ -132,8 +132,8 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
             for key, t in stored.tensors.items()
             if t.dtype in (torch.float32, torch.float64)
         }
-        # A minority of float32 bytes is so on purpose, as routers are; a majority is a folder in
-        # float32.
+        # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
+        # are; if the majority is, the whole folder is in float32.
         in_float32 = frozenset(
             wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ()
         )
@@ -154,7 +154,7 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         return folder, replace(stored, block=block and tuple(block), in_float32=in_float32)
 
     place_of_first, stored = on_first_rank(read)
-    if place_of_first != folder:  # this machine has its copy elsewhere
+    if place_of_first != folder:  # this machine's copy is in a different folder
         here = {file: folder / file.relative_to(place_of_first) for file in stored.file_bytes}
         tensors = {
             key: tensor._replace(file=here[tensor.file]) for key, tensor in stored.tensors.items()
@@ -169,14 +169,14 @@ class StoredWeights:
     """A `SourceProvider` of all persistent tensors of a model, from the tensors `stored` in
     `folder`.
 
-    Complete and strict: what is missing, unexpected, or of another shape is an error, all of them
-    at once.
+    Complete and strict: tensors that are missing, unexpected, or of a different shape are errors,
+    all of them reported at once.
 
     Attributes:
-        passengers: tensors that the model does not compute; known after the claims.
-        untied: what is wrong with tied tensors that are stored twice, by name.
-        absent_bias: a selection bias that the family has may be absent; then it is zero, or as its
-            class initializes it.
+        passengers: stored tensors that the model does not compute; known after the claims.
+        untied: the problem of each tied tensor that is stored twice with different values, by name.
+        absent_bias: True if a selection bias of the family may be absent; it is then zero, or as
+            its class initializes it.
     """
 
     complete = True
@@ -192,7 +192,7 @@ class StoredWeights:
         self.reader = SafetensorsReader(folder, self._placed, stored.file_bytes)
 
     def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
-        """Return the source of a tensor that the stored `parts` make up."""
+        """Return the source of a tensor that consists of the stored `parts`."""
         self._placed[name] = shape, parts
         keeps_float32 = not self.stored.in_float32.isdisjoint(part.stored.key for part in parts)
         return Read(self.reader, name, shape, keeps_float32)
@@ -200,7 +200,9 @@ class StoredWeights:
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
     ) -> list[tuple[str, Unfit]]:
-        """Find the passengers among the keys that are not `used`, and refuse the others."""
+        """Divide the keys that are not `used` into passengers, which are recorded, and unexpected
+        ones, which are returned with an error.
+        """
         self.passengers = find_passengers(self.stored.tensors, used, patterns)
         known = {*used, *self.passengers}
         return [
@@ -211,7 +213,7 @@ class StoredWeights:
 
 
 class HFCheckpoint(StoredWeights):
-    """The weights of the native decoder, under the keys of its family."""
+    """The weights of the native decoder, under its family's keys."""
 
     def __init__(self, folder: str, stored: Stored, config: ModelConfig) -> None:
         self._config = config
@@ -236,12 +238,12 @@ class HFCheckpoint(StoredWeights):
         for name, pieces in all_pieces.items():
             info = tensors[name]
             used.update([piece.key for piece in pieces])
-            # the model's own files have it too, with fewer bits
+            # the model's own files have this tensor too, in a smaller dtype
             if pieces[0].key.startswith(MASTER_PREFIX):
                 used.update([piece.key for piece in self._pieces_in_model(name, info.shape)])
             found = [piece for piece in pieces if piece.key in self.stored.tensors]
             if not found:
-                continue  # the plan knows whether it may be absent
+                continue  # the plan decides whether it may be absent
             absent = (piece.key for piece in pieces if piece.key not in self.stored.tensors)
             missing = dict.fromkeys(absent)
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
@@ -261,8 +263,8 @@ class HFCheckpoint(StoredWeights):
         return claims + self._claim_rest(used)
 
     def _check_names(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Raise CheckpointError if most tensors are stored under names that differ in one and the
-        same way.
+        """Raise CheckpointError if the names of most stored tensors differ from the expected ones
+        by the same prefix.
         """
         keys = [piece[0].key for name, piece in pieces.items() if not is_adapter(name)]
         has_most = 2 * len(self.stored.tensors.keys() & set(keys)) >= len(keys)
@@ -287,11 +289,11 @@ class HFCheckpoint(StoredWeights):
         return self._pieces_in_model(name, shape)
 
     def _pieces_in_model(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """Return the pieces in the model's own files; any family's experts may be fused there."""
+        """Return the pieces in the model's own files. Experts may be fused there in any family."""
         is_fused = self.layout.key(name) in self.stored.tensors
         layout = replace(self.layout, is_fused=is_fused)
         pieces = list(checkpoint_pieces(name, shape, self._config, layout))
-        if pieces[0].key in self._packed:  # not transposed, as other forms of it may be
+        if pieces[0].key in self._packed:  # MXFP4 is never transposed, unlike other fused experts
             return [replace(pieces[0], key=f"{pieces[0].key}_blocks", shape=shape)]
         return pieces
 
@@ -321,7 +323,7 @@ def is_equal(first: Read, second: Read) -> bool:
     """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB
     at a time.
 
-    If a reader converts, it reads the whole tensor.
+    A reader that converts its tensors reads whole tensors instead.
     """
     if first.shape != second.shape:
         return False
@@ -330,7 +332,7 @@ def is_equal(first: Read, second: Read) -> bool:
         second.reader, SafetensorsReader
     )
     for part in region.slabs(_CHUNK_ELEMENTS) if is_streamed else [region]:
-        values = [  # float64 is exact for all other dtypes
+        values = [  # float64 represents all other dtypes exactly
             read_region(read.reader, read.name, part, torch.float64) for read in (first, second)
         ]
         if not torch.equal(*values):
@@ -339,8 +341,8 @@ def is_equal(first: Read, second: Read) -> bool:
 
 
 def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:
-    """Return why no source fits a tensor that is tied to `target`, and stored with other values in
-    `where`.
+    """Return the reason why a tensor tied to `target`, but stored in `where` with different values,
+    has no source.
     """
     remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
@@ -352,7 +354,7 @@ def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> s
 class NativeFormat:
     """The `CheckpointFormat` of the native decoder: Hugging Face's keys, in the model's order.
 
-    Tensors without a key in the architecture are in the titanlite subfolder.
+    Tensors for which the architecture has no key are in the titanlite subfolder.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -360,7 +362,7 @@ class NativeFormat:
         self.layout = Layout()
 
     def sources(self, folder: str, stored: Stored) -> "HFCheckpoint":
-        """Return the weights `stored` in `folder`; saving takes over its layout."""
+        """Return the weights `stored` in `folder`; later saves use the same layout of keys."""
         checkpoint = HFCheckpoint(folder, stored, self._config)
         self.layout = checkpoint.layout
         both = {_HEAD, self.layout.key(_EMBEDDING)}
@@ -401,8 +403,8 @@ class NativeFormat:
 
 
 class HFFormat:
-    """The model's files in the checkpoints of a run: a Hugging Face folder. Another format
-    overrides the methods.
+    """The model's files in a run's checkpoints: a Hugging Face folder. A subclass for another
+    format overrides the methods.
     """
 
     def __init__(self, section: CheckpointSection, model: ModelSection) -> None:
@@ -413,8 +415,8 @@ class HFFormat:
         self._dtype: torch.dtype = getattr(torch, section.export_dtype)
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        """Find what a new run begins with: a pretrained model, or nothing. Collective: every rank
-        must call.
+        """Find the sources of a new run's weights: a pretrained model, or none. Collective: every
+        rank must call.
         """
         if self.base:
             return [weights_of(Path(self.base), model, absent_bias=self._absent_bias)]
@@ -462,8 +464,8 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
 
 
 def check_layout(plan: Plan) -> list[str]:
-    """Return the problems of tensors that have no place in the model's files, in the form of their
-    values. The same on all ranks.
+    """Return the problems of tensors that the model's files cannot hold: they have no key, or their
+    values are quantized. The same on all ranks.
     """
     encoded = [
         f"{entry.fqn} ({entry.form})" for entry in plan.entries if entry.encoding is not None
@@ -478,8 +480,10 @@ def check_layout(plan: Plan) -> list[str]:
 
 
 def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Return the names of the buffers that are not all zeros on any pipeline stage, or on meta. On
-    meta in stages are those of another one, which knows.
+    """Return the names of the buffers that have a value other than zero on some pipeline stage.
+
+    A meta buffer counts as used without stages. With stages, it belongs to another stage, which
+    reports it.
     """
     found = {
         entry.fqn

@@ -1,4 +1,4 @@
-"""`Checkpointer`: what a run loads, when it saves, and what it keeps."""
+"""`Checkpointer`: loads the checkpoint of a run, saves new ones, and removes old ones."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -38,11 +38,11 @@ class Checkpointer:
     A context manager: if training ends with an error, a save in the background is finished first.
 
     Args:
-        saved_as: format of the model's part of the checkpoints.
+        saved_as: format of the model's files in the checkpoints.
         start: the checkpoint that the run resumes from, or None.
-        group: all ranks, on the host, with a long timeout, because one rank may read or write
-            longer than another. Its collectives of a background save must not interleave with those
-            of training.
+        group: a process group of all ranks on the host, with a long timeout, because one rank may
+            read or write longer than another. Collectives of a background save must not interleave
+            with collectives of training.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Checkpointer:
         return section.enable and section.interval > 0 and step % section.interval == 0
 
     def has_saved(self, step: int) -> bool:
-        """Return True if the checkpoint of `step` is there: this run wrote it last, or resumed from
+        """Return True if the checkpoint of `step` exists: this run wrote it last, or resumed from
         it.
         """
         return self._saved_step == step
@@ -103,14 +103,13 @@ class Checkpointer:
         token_ids: TokenIds,
         end_of_turn_ids: Sequence[int] = (),
     ) -> None:
-        """Build those files of checkpoints that hold no tensors, before training. `model` may be on
-        meta, `others` are files of the tokenizer on rank 0.
+        """Build, before training, the files of checkpoints that hold no tensors. `model` may be on
+        meta; `others` are the tokenizer's files on rank 0.
 
-        Raises CheckpointError: on all ranks; one of them cannot be built, or transformers refuses
-        it.
+        Raises CheckpointError, on all ranks: a file cannot be built, or transformers rejects it.
         """
 
-        def build() -> None:  # stays on rank 0: a tokenizer is too large to broadcast
+        def build() -> None:  # on rank 0 only: a tokenizer is too large to broadcast
             described = self._format.describe(model, token_ids, end_of_turn_ids)
             self._description = {**described, **others}
 
@@ -118,10 +117,11 @@ class Checkpointer:
             on_first_rank(build, self.group)
 
     def carry(self, carried: Any) -> None:
-        """Make every checkpoint hold tensors that the model does not compute, too:
+        """Add tensors that the model does not compute to every checkpoint: see
         `features/passengers.py`.
 
-        Raises CheckpointError on all ranks: the model's description cannot be changed to say so.
+        Raises CheckpointError, on all ranks: the model's description cannot be changed to name
+        them.
         """
         self._carried = carried
         self.carried_bytes = carried.nbytes
@@ -131,7 +131,7 @@ class Checkpointer:
             )
 
     def certify(self, certify: Callable[[int], commit.Certify]) -> None:
-        """Make every checkpoint hold the files that `certify(step)` makes of it, too:
+        """Add the files that `certify(step)` makes of a checkpoint to every checkpoint: see
         `features/verify`.
         """
         self._certify = certify
@@ -144,13 +144,13 @@ class Checkpointer:
         progress: Progress,
         card: Callable[[], str],
     ) -> None:
-        """Save `step-N`; once per step. In asynchronous mode training goes on as soon as the shards
-        are copied.
+        """Save `step-N`; once per step. In asynchronous mode training continues as soon as the
+        shards are copied.
 
-        `card` renders its README.md, if any, on rank 0.
+        `card` renders the README.md on rank 0, or "" for none.
 
-        Raises CheckpointError: on all ranks; this save failed, or the one before it that ran in the
-        background, and `checkpoint.on_save_error` is "stop".
+        Raises CheckpointError, on all ranks, if `checkpoint.on_save_error` is "stop": this save
+        failed, or the previous one, which ran in the background.
         """
         if not self._section.enable or progress.step == self._saved_step:
             return
@@ -195,8 +195,8 @@ class Checkpointer:
             self._tidy(progress)
 
     def _tidy(self, progress: Progress) -> None:
-        """Mark the best checkpoint and remove old ones, after that of `progress` is complete. One
-        process.
+        """Mark the best checkpoint and remove old ones, after the checkpoint of `progress` is
+        complete. One process.
         """
         try:
             section = self._section
@@ -216,8 +216,8 @@ class Checkpointer:
 
     @contextmanager
     def _on_save_error(self, step: int) -> Generator[None]:
-        """Raise a `CheckpointError` of the body, which saves `step`, or warn of it:
-        `checkpoint.on_save_error`.
+        """Raise a `CheckpointError` of the body, which saves `step`, or only warn:
+        `checkpoint.on_save_error` decides.
         """
         try:
             yield
@@ -234,8 +234,8 @@ class Checkpointer:
             record_event("save failed", text, step)
 
     def final_folder(self, step: int) -> Path:
-        """Return the checkpoint to hand out after training: that of `checkpoint.save_best`, or else
-        that of `step`.
+        """Return the checkpoint to hand out after training: the best one with
+        `checkpoint.save_best`, else the checkpoint of `step`.
         """
         best = commit.read_best(self.folder) if self._section.save_best != "none" else None
         return step_folder(self.folder, step if best is None else best)
@@ -250,18 +250,19 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        # Only errors that all ranks raise: after others a peer may be gone, and the writer would
-        # wait for it.
+        # Only after errors that all ranks raise: after other errors a peer may have ended, and the
+        # writer would wait for it.
         if isinstance(error, TitanliteError):
             try:
                 self.wait()
             except TitanliteError as second:
-                logger.error("%s", second)  # the first one says what happened
+                logger.error("%s", second)  # the first error is the one to raise
 
     def wait(self) -> None:
         """Wait for a save in the background.
 
-        Raises CheckpointError: it failed, and `checkpoint.on_save_error` is "stop"; on all ranks.
+        Raises CheckpointError, on all ranks: the save failed, and `checkpoint.on_save_error` is
+        "stop".
         """
         pending = self._pending
         self._pending = None
@@ -272,8 +273,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the last save.
 
-        Raises CheckpointError: as `wait`. Raises TransientError: on all ranks; there is no such
-        checkpoint, so what was trained since the one before it would be lost.
+        Raises CheckpointError: as `wait`. Raises TransientError, on all ranks: the last checkpoint
+        does not exist, so the training since the previous one would be lost.
         """
         self.wait()
         if self._section.enable and self._saved_step < 0:
@@ -283,9 +284,9 @@ class Checkpointer:
             )
 
     def agree(self, stop: bool) -> bool:
-        """Return True on all ranks if any of them says `stop`. Call after each step.
+        """Return True on all ranks if `stop` is True on any rank. Call after each step.
 
-        Raises CheckpointError: a save in the background failed, on all ranks at the same step, and
+        Raises CheckpointError, on all ranks at the same step: a save in the background failed, and
         `checkpoint.on_save_error` is "stop".
         """
         failed = (

@@ -1,8 +1,8 @@
-"""MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6), in which experts of published folders
-are.
+"""MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6), the format of experts in some published
+folders.
 
 `*_blocks` (E, R, C / 32, 16) has two values of 4 bits (e2m1) in a byte, the first one in the lower
-half; `*_scales` (E, R, C / 32) an exponent (e8m0) for each 32 values of a row.
+half; `*_scales` (E, R, C / 32) has an exponent (e8m0) for each 32 values of a row.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ def find_packed(
 def describe_misfit(
     packed: tuple[StoredTensor, StoredTensor], shape: tuple[int, ...], rows: int, columns: int
 ) -> str:
-    """Return why blocks and scales are not (E, `rows`, `columns`) values of a weight of `shape`;
-    empty if they are.
+    """Return why blocks and scales do not hold (E, `rows`, `columns`) values of a weight of
+    `shape`; "" if they do.
     """
     expected = (shape[0], rows, columns // BLOCK) if columns % BLOCK == 0 else ()
     wanted = [((*expected, BLOCK // 2), torch.uint8), (expected, torch.uint8)]
@@ -45,13 +45,13 @@ def describe_misfit(
 
 
 def read_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return the factors, float32, of exponents in uint8; 255 stands for NaN."""
+    """Return the scales, float32, of exponents in uint8; 255 encodes NaN."""
     return scales.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values (R, 32 G), float32, of blocks (R, G, 16) and scales (R, G), both uint8."""
     table = torch.tensor(E2M1, device=blocks.device)
-    pairs = torch.cartesian_prod(table, table).flip(-1).contiguous()  # of the 256 bytes
+    pairs = torch.cartesian_prod(table, table).flip(-1).contiguous()  # both values of each byte
     values = F.embedding(blocks.to(torch.int32), pairs).flatten(-2)
     return values.mul_(read_scales(scales).unsqueeze(-1)).flatten(1)

@@ -1,5 +1,5 @@
-"""Keys of a checkpoint that are not the model's: what transformers accepts, and the one difference
-of all others.
+"""Keys of a checkpoint that differ from the model's: prefixes that transformers accepts, and one
+common difference of all keys, which is reported.
 """
 
 from collections.abc import Collection
@@ -9,12 +9,12 @@ from titanlite.checkpoint.folder import Stored, shown
 
 _BASE = "model."
 _EMBEDDING = "model.embed_tokens.weight"
-_OUTSIDE = ("lm_head.", "mtp.")  # of the base model
+_OUTSIDE = ("lm_head.", "mtp.")  # keys outside of the base model
 
 
 def with_base_prefix(stored: Stored, larger_prefix: str = _BASE) -> Stored:
     """Return `stored` with the native decoder's names, where the prefix of its base model is
-    missing or doubled. `larger_prefix` is that of the text model in a larger one.
+    missing or doubled. `larger_prefix` is the prefix of the text model in a larger one.
 
     `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
     removes the prefix where that gives a name of the model.
@@ -36,7 +36,7 @@ def with_base_prefix(stored: Stored, larger_prefix: str = _BASE) -> Stored:
 
 
 def explain_absent_head(where: str) -> str:
-    """Return why a checkpoint of the base model alone does not fit a model whose head is not
+    """Return why a checkpoint of only the base model does not fit a model whose head is not
     tied.
     """
     return (
@@ -47,8 +47,8 @@ def explain_absent_head(where: str) -> str:
 
 
 def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
-    """Return the prefix in which most `stored` keys differ from most `expected` ones, and what to
-    do; else nothing.
+    """Return the prefix in which most `stored` keys differ from most `expected` ones, and the
+    remedy; else "".
     """
     wanted = list(expected)
     for anchor in wanted[:: max(1, len(wanted) // 8)]:
@@ -75,7 +75,7 @@ _REWRITE = (
 
 
 def _split_heads(key: str, other: str) -> tuple[str, str]:
-    """Return what is left of `other` and of `key` before the segments that both end with."""
+    """Return the beginnings of `other` and of `key`, before the segments that both end with."""
     theirs = other.split(".")
     ours = key.split(".")
     while theirs and ours and theirs[-1] == ours[-1]:

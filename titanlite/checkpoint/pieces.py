@@ -1,9 +1,10 @@
 """Map from run-time tensors to Hugging Face's checkpoint keys: which part of a tensor is stored
 under which key.
 
-Run-time names are Hugging Face's. On disk, experts are stored one by one, with gate and up apart,
-or fused as in memory, or transposed; the router's bias has the family's own name, or none; a family
-may have other names, rows in another order, and names of a larger model that it is a part of.
+Run-time names are Hugging Face's. On disk, experts are stored one by one with gate and up apart, or
+fused as in memory, or transposed. The key of the router's bias depends on the family, or does not
+exist. A family may have its own names, rows in a different order, and names of a larger model that
+contains it.
 """
 
 import re
@@ -17,27 +18,27 @@ from titanlite.materialize import Region
 from titanlite.models.families import family_of
 from titanlite.models.families.family import Family
 
-# Holds the tensors for which the family's architecture has no key; they are kept, never dropped.
+# Holds the tensors for which the family's architecture has no key.
 SIDECAR_FILE = "expert_bias.safetensors"
-# Full-precision parameters of a run whose model files have fewer bits.
+# Prefix of full-precision parameters, for runs whose model files are in a smaller dtype.
 MASTER_PREFIX = "master."
-# Written by other programs, computed from the configuration here.
+# Written by other programs; titanlite computes these tensors from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# A layer, or a part that a text-only class leaves out. The key below marks a layer for multi-token
-# prediction: its projection combines the last layer's result with an embedding.
+# A layer, or a part that a text-only class does not have. The key below marks a layer for
+# multi-token prediction: its projection combines the last layer's result with an embedding.
 _PART = re.compile(
     r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\."
 )
 PREDICTION_KEY = "eh_proj.weight"
 
 
-BASE = "model."  # prefix of the run-time names of all but the head
+BASE = "model."  # prefix of all run-time names except the head's
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Form of a model's files: the prefix of its base model there, and whether all experts of a
-    layer are one tensor.
+    """How a model's files name its tensors: the prefix of the base model, and whether all experts
+    of a layer are one tensor.
     """
 
     prefix: str = BASE
@@ -59,25 +60,25 @@ def find_layout(keys: Collection[str], family: Family) -> Layout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor, or rows of one: key and shape are those on disk.
+    """One checkpoint tensor, or some of its rows; `key` and `shape` are as on disk.
 
-    Several pieces of a key follow one another as its rows do, and fill it.
+    Several pieces with the same key are in the order of their rows, and together fill the tensor.
     """
 
     key: str
     shape: tuple[int, ...]
-    region: Region  # of the run-time tensor; leading dims of length 1 are dropped on disk
-    row: int = 0  # of the stored tensor, the first one that the region is stored in
-    is_transposed: bool = False  # on disk the last two dims are exchanged
+    region: Region  # region of the run-time tensor; leading dims of length 1 are dropped on disk
+    row: int = 0  # first row of the stored tensor that holds the region
+    is_transposed: bool = False  # on disk the last two dims are swapped
 
 
 def is_sidecar(name: str, family: Family) -> bool:
-    """Return True if Hugging Face's architecture has no place for the tensor `name`."""
+    """Return True if Hugging Face's architecture has no key for the tensor `name`."""
     return name.endswith(".expert_bias") and family.expert_bias_key is None
 
 
 def whole(key: str, shape: tuple[int, ...]) -> Piece:
-    """Return all of a tensor under one key."""
+    """Return a piece that is a whole tensor under one key."""
     return Piece(key, shape, Region((0,) * len(shape), shape))
 
 
@@ -98,7 +99,7 @@ def checkpoint_pieces(
 def _named_pieces(
     name: str, shape: tuple[int, ...], config: ModelConfig, layout: Layout
 ) -> Iterator[Piece]:
-    """Yield pieces with keys as most families have them."""
+    """Yield pieces under the keys that most families have."""
     family = family_of(config)
     key = layout.key(name)
     prefix, _, leaf = key.rpartition(".")
@@ -130,7 +131,9 @@ def _named_pieces(
 
 
 def in_rows(key: str, shape: tuple[int, ...], rows: Iterable[tuple[int, int]]) -> Iterator[Piece]:
-    """Yield a tensor under one key, whose `rows` are as those of `stored_rows`."""
+    """Yield the pieces of a tensor under one key, whose `rows` are in the order that `stored_rows`
+    returns.
+    """
     row = 0
     for start, count in rows:
         region = Region((start, *[0] * (len(shape) - 1)), (count, *shape[1:]))
@@ -139,8 +142,8 @@ def in_rows(key: str, shape: tuple[int, ...], rows: Iterable[tuple[int, int]]) -
 
 
 def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
-    """Return the rows of the run-time tensor `name` in the order in which they are stored (first
-    row, number of rows); nothing where that is their order in memory.
+    """Return the rows of the run-time tensor `name` as (first row, number of rows), in the order in
+    which they are stored; empty if that is their order in memory.
     """
     orders = family_of(config).row_orders
     return next((order(config) for key, order in orders.items() if re.search(key, name)), ())
@@ -150,10 +153,11 @@ def find_passengers(
     keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()
 ) -> list[str]:
     """Return the passengers among the stored `keys`: tensors that the model, which reads `used`,
-    leaves out on purpose.
+    does not have on purpose.
 
-    They match `patterns`, which transformers' class ignores, or are in a part that `_PART` names or
-    a layer for multi-token prediction, and the model reads nothing of that part or layer.
+    A passenger matches `patterns`, which transformers' class ignores; or it is in a part that
+    `_PART` names, or in a layer for multi-token prediction, and the model reads nothing from that
+    part or layer.
     """
     rest = [key for key in keys if key not in used and not key.endswith(IGNORED_SUFFIXES)]
     found = [(key, match) for key in rest if (match := _PART.match(key))]
@@ -165,14 +169,14 @@ def find_passengers(
 
 def part_of(key: str) -> str:
     """Return the layer or part of a model that the stored tensor `key` is in, up to its last dot;
-    or nothing.
+    "" if it is in none.
     """
     match = _PART.match(key)
     return match[0] if match else ""
 
 
 def explain_unexpected(where: str) -> str:
-    """Return why a stored tensor that `find_passengers` does not name is refused."""
+    """Return why a stored tensor is refused that is not among `find_passengers`."""
     return (
         f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."
     )

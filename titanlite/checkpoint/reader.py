@@ -1,10 +1,10 @@
-"""Reads of shards from safetensors files: exactly the bytes of this rank, straight into the tensors
+"""Reads of shards from safetensors files: exactly this rank's bytes, directly into the tensors that
 they belong to.
 
-The requests of a rank are sorted by file and offset, cut into jobs of a few MiB, and carried out by
-a few threads with positioned reads. Where dtype, device and layout allow it, the kernel copies from
-the page cache into the shard; otherwise a job passes through a buffer of a MiB, pinned if it goes
-to a GPU, and is cast on the way.
+A rank's requests are sorted by file and offset, cut into jobs of a few MiB, and carried out by a
+few threads with positioned reads. Where dtype, device and layout allow it, the kernel copies from
+the page cache into the shard. Otherwise a job uses a buffer of a MiB, pinned if it goes to a GPU,
+and the values are cast.
 """
 
 import math
@@ -32,29 +32,29 @@ from titanlite.checkpoint.pieces import bytes_of, whole
 from titanlite.materialize import ReadRequest, Region, TensorReader
 from titanlite.materialize.layout import Encoding, rows_of
 
-JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with and without a buffer
+JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with a buffer, and without
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the factors
-    of an FP8 weight, or of an MXFP4 one, whose codes are uint8.
+    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the scales
+    of an FP8 weight, or of an MXFP4 weight, whose codes are uint8.
     """
 
     stored: StoredTensor
     region: Region
     scale: StoredTensor | None = None
     block: tuple[int, int] = (128, 128)
-    row: int = 0  # of the tensor that `scale` has factors of, the first one of `stored`
-    is_transposed: bool = False  # `stored` has the last two dims of `region` exchanged
+    row: int = 0  # first row of `stored` in the tensor that `scale` belongs to
+    is_transposed: bool = False  # the last two dims of `stored` are those of `region`, swapped
 
     @property
     def is_packed(self) -> bool:
-        """Return True for MXFP4."""
+        """Return True for an MXFP4 weight."""
         return self.scale is not None and self.stored.dtype == torch.uint8
 
     def box_of(self, box: Region) -> Region:
-        """Return the part `box` of the run-time tensor in coordinates of `stored`."""
+        """Return `box`, a part of the run-time tensor, in coordinates of `stored`."""
         here = box.within(self.region)
         return here.transposed() if self.is_transposed else here
 
@@ -62,7 +62,9 @@ class Placed:
 def place_packed(
     packed: tuple[StoredTensor, StoredTensor], region: Region, *, is_transposed: bool = False
 ) -> list[Placed]:
-    """Return an MXFP4 weight, all of `region`, as a stored tensor of its codes with its scales."""
+    """Return an MXFP4 weight that fills `region`, as a stored tensor of its codes with its
+    scales.
+    """
     blocks, scales = packed
     *outer, count, size = blocks.shape
     codes = blocks._replace(shape=(*outer, count * size))
@@ -79,8 +81,8 @@ def place(
     *,
     is_transposed: bool = False,
 ) -> list[Placed]:
-    """Return a stored tensor with its region, in FP8 each matrix with its factors; errors as those
-    of `find_scale`. A region of fewer rows is stored from `row` on.
+    """Return a stored tensor with its region; in FP8 one entry per matrix, with its scales. Raises
+    as `find_scale`. If the region has fewer rows, it is stored from `row` on.
     """
     if is_transposed:
         placed = place(stored, region.transposed(), tensors, block, row)
@@ -102,16 +104,14 @@ def place(
             scale.index(i),
             block,
         )
-        # experts
+        # one entry per expert
         for i, start in enumerate(range(region.starts[0], region.starts[0] + stored.shape[0]))
     ]
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The overlap `box`, in the run-time tensor's coordinates, of one stored tensor and one
-    request.
-    """
+    """The overlap `box`, in the run-time tensor's coordinates, of a stored tensor and a request."""
 
     placed: Placed
     request: ReadRequest
@@ -133,8 +133,8 @@ class _Overlap:
 class SafetensorsReader:
     """A `TensorReader` over safetensors files; `name` is their folder, for messages.
 
-    `tensors` maps run-time names to the global shape and the stored tensors that make it up. A file
-    whose size differs from `file_bytes`, taken when its header was read, is refused.
+    `tensors` maps run-time names to the global shape and the stored tensors that it consists of. A
+    file is refused if its size differs from `file_bytes`, its size when the header was read.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class SafetensorsReader:
 
     @classmethod
     def of_keys(cls, name: str, stored: Stored, keys: Iterable[str]) -> "SafetensorsReader":
-        """Return a reader of whole stored tensors, under their `keys` on disk."""
+        """Return a reader of whole stored tensors; their names are their `keys` on disk."""
         placed = {}
         for key in keys:
             tensor = stored.tensors[key]
@@ -161,17 +161,17 @@ class SafetensorsReader:
         return cls(name, placed, stored.file_bytes)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast to its dtype.
+        """Write every requested region into its destination, cast to the destination's dtype.
 
-        Raises CheckpointError: a file is gone, has another size than when its header was read, or
-        cannot be read.
+        Raises CheckpointError: a file was removed, has a different size than when its header was
+        read, or cannot be read.
         """
         nbytes = sum(request.destination.nbytes for request in requests)
         with timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())):
             self.read_quietly(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        """Do as `read`, without a log line."""
+        """Read as `read` does, without a log line."""
         parts = [part for request in requests for part in self._parts(request)]
         parts.sort(key=lambda part: (str(part.stored.file), part.stored.offset, part.box.starts))
         needed = {part.stored.file for part in parts}
@@ -241,7 +241,7 @@ def io_threads() -> int:
 def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[Mapping[Path, int]]:
     """Open `files`, for all threads, and yield their descriptors.
 
-    Raises CheckpointError: one cannot be opened, or has another size than `file_bytes` says.
+    Raises CheckpointError: a file cannot be opened, or its size differs from `file_bytes`.
     """
     descriptors: dict[Path, int] = {}
     with ExitStack() as stack:
@@ -261,8 +261,9 @@ def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[M
 
 
 def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: int) -> None:
-    """Fill `view` with the bytes of `file`, one of the `opened`, from `offset` on; else raise
-    CheckpointError.
+    """Fill `view` with the bytes of `file`, which `opened` has opened, from `offset` on.
+
+    Raises CheckpointError: the file cannot be read, or is too short.
     """
     while True:
         try:
@@ -286,8 +287,8 @@ _T = TypeVar("_T")
 
 @contextmanager
 def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
-    """Log how fast the body moves a folder of `folder_bytes`, if this rank moves any of it
-    (`nbytes`).
+    """Log how fast the body reads or writes a folder of `folder_bytes`, if this rank transfers some
+    of it (`nbytes`).
     """
     start = time.perf_counter()
     yield
@@ -299,13 +300,13 @@ def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
 
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
-    """Carry out `jobs` and return their results; the first error ends the rest."""
+    """Run `jobs` and return their results; the first error cancels the rest."""
     with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
         return list(pool.map(lambda job: job(), jobs))
 
 
 def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
-    """Yield jobs, each for one thread: consecutive reads of a file."""
+    """Yield jobs for the threads; each job reads one part of a stored tensor."""
     buffers = threading.local()
     for part in parts:
         size = part.stored.dtype.itemsize
@@ -318,7 +319,7 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
             continue
         elements = JOB_BYTES // size
         if part.placed.scale is not None:
-            # a byte on disk becomes four of the float32 value, and four of its factor
+            # one byte on disk becomes four bytes of the float32 value, and four of its scale
             elements //= 8
         is_transposed = part.placed.is_transposed
         if part.request.encoding is not None:  # whole rows
@@ -328,7 +329,9 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
 
 
 def slabs(box: Region, elements: int, *, is_transposed: bool) -> Iterator[Region]:
-    """Yield parts of `box` of at most so many elements, in the order in which they are stored."""
+    """Yield parts of `box` of at most `elements` elements, in the order in which they are
+    stored.
+    """
     if not is_transposed:
         return box.slabs(elements)
     return (slab.transposed() for slab in box.transposed().slabs(elements))
@@ -336,7 +339,7 @@ def slabs(box: Region, elements: int, *, is_transposed: bool) -> Iterator[Region
 
 @torch.no_grad()
 def _memory(part: _Overlap) -> memoryview | None:
-    """Return the memory that a part is read into without a buffer, if it is contiguous there."""
+    """Return the memory that a part is read into without a buffer; None if it is not contiguous."""
     if not part.is_copy:
         return None
     request = part.request
@@ -354,18 +357,18 @@ class _Buffer:
 
 
 def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buffer:
-    """Return this thread's buffer for bytes to cast, dequantize, encode, or send to a GPU."""
+    """Return this thread's buffer for bytes to cast, dequantize, encode, or copy to a GPU."""
     buffer: _Buffer | None = getattr(buffers, "buffer", None)
     if buffer is None or buffer.memory.numel() < nbytes:
         on_gpu = device.type == "cuda"
         buffer = _Buffer(torch.empty(max(nbytes, JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
         if on_gpu:
-            # Leaving a stream's context makes the thread's device current and creates a CUDA
-            # context there: half a GiB on GPU 0 for every rank, unless this thread has the rank's
-            # device.
+            # When a stream's context ends, torch makes the thread's device current and creates a
+            # CUDA context there. Unless this thread has the rank's device, that costs half a GiB on
+            # GPU 0 for every rank.
             torch.cuda.set_device(device)
             buffer.stream = torch.cuda.Stream(device)
-            # which allocated the shards
+            # the default stream allocated the shards
             buffer.stream.wait_stream(torch.cuda.default_stream(device))
         buffers.buffer = buffer
     return buffer
@@ -399,7 +402,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
     if placed.is_transposed:
         values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
-        values = values.to(device, non_blocking=True)  # cast there, where it is free
+        values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
         here = part.box.within(request.region)
         if encoding is None:
             request.destination.view(request.region.lengths)[here.slices].copy_(values)
@@ -410,7 +413,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
                 places[first : first + count] = rows[:count]
                 rows = rows[count:]
     if buffer.stream is not None:
-        buffer.stream.synchronize()  # the buffer is used again at once; other threads go on
+        buffer.stream.synchronize()  # the buffer is reused at once; other threads continue
 
 
 def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
@@ -426,8 +429,8 @@ def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: 
 def _read_packed(
     files: Mapping[Path, int], placed: Placed, box: Region, kept_by: Encoding | None
 ) -> torch.Tensor:
-    """Read the blocks and scales of an MXFP4 weight that `box` touches; return float32 values, or
-    both encoded unchanged.
+    """Read the blocks and scales of an MXFP4 weight in `box`; return float32 values, or blocks and
+    scales packed as `kept_by` stores them.
     """
     assert placed.scale is not None
     (*starts, left), (*lengths, width) = box.starts, box.lengths
@@ -457,7 +460,9 @@ def _dequantize(
     codes: torch.Tensor,
     kept_by: Encoding | None,
 ) -> torch.Tensor:
-    """Read the factors; return float32 values, or codes and factors encoded unchanged."""
+    """Read the scales; return float32 values, or codes and scales packed as `kept_by` stores
+    them.
+    """
     assert placed.scale is not None
     (top, left), (height, width), block = box.starts[-2:], box.lengths[-2:], placed.block
     top += placed.row

@@ -1,4 +1,4 @@
-"""Where a run begins: at its newest complete checkpoint, or at none."""
+"""Where a run begins: at its newest complete checkpoint, or at step 0."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ class Start:
 
 def look_for_start(section: CheckpointSection, dump_folder: str) -> Start | None:
     """Find where the run in `dump_folder` would begin, by the sizes of files alone. In one process;
-    nothing there is changed.
+    changes no files.
 
     Raises CheckpointError: as `find_start`.
     """
@@ -36,13 +36,13 @@ def look_for_start(section: CheckpointSection, dump_folder: str) -> Start | None
 def find_start(
     section: CheckpointSection, dump_folder: str, group: dist.ProcessGroup | None = None
 ) -> Start | None:
-    """Find and verify the checkpoint that this run resumes from; None: a new run begins.
+    """Find and verify the checkpoint that this run resumes from; None for a new run.
 
-    The run holds its folder: what killed processes left there is removed.
+    The caller holds the run's folder: leftovers of killed processes there are removed.
 
-    Raises CheckpointError: on all ranks; the checkpoint that was asked for is not there or not
-    complete, or later ones are in the way. Collectives: some small ones over `group`, between which
-    each rank reads its share of the files; every rank must call.
+    Raises CheckpointError, on all ranks: the requested checkpoint is missing or incomplete, or the
+    folder has later checkpoints. Collectives: some small ones over `group`; between them, each rank
+    reads a part of the files. Every rank must call.
     """
     checkpoints = Path(dump_folder) / section.folder
     passed_over: list[int] = []
@@ -68,10 +68,9 @@ def find_start(
 
 
 def _choose(section: CheckpointSection, checkpoints: Path, passed_over: list[int]) -> Path | None:
-    """Return the newest complete checkpoint by the sizes of its files, or the one that is asked
-    for.
+    """Return the newest complete checkpoint by the sizes of its files, or the requested one.
 
-    Those in `passed_over` are left out; those that are incomplete are added. In one process.
+    Checkpoints in `passed_over` are left out; incomplete ones are added to it. In one process.
     """
     asked = section.load_step
     complete: list[int] = []
@@ -105,8 +104,8 @@ def _choose(section: CheckpointSection, checkpoints: Path, passed_over: list[int
 
 
 def _pass_over(folder: Path, problems: list[str]) -> int:
-    """Warn why `folder` is not resumed from; a save of the same step will replace it. Return its
-    step.
+    """Warn why the run does not resume from `folder`, which a save of the same step will replace.
+    Return its step.
     """
     more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
     text = f"{folder} is passed over: {problems[0]}{more}"

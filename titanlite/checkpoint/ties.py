@@ -1,4 +1,4 @@
-"""Ties that the stored tensors contradict."""
+"""Ties of the configuration that the stored tensors contradict."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,13 +21,13 @@ _HEAD = "lm_head.weight"
 def untie(
     config: AnyModelConfig, folder: Path, build: Callable[[AnyModelConfig], Model]
 ) -> AnyModelConfig:
-    """Return `config` without ties if `folder` stores each tied tensor with other values; so does
-    `from_pretrained`.
+    """Return `config`, without ties if `folder` stores each tied tensor with different values.
+    `from_pretrained` removes the ties in the same case.
 
-    Where only some of several ties are contradicted, no configuration says so, and the plan refuses
-    them. `build` makes the model on meta.
+    If only some of several ties are contradicted, no configuration can express that, and the plan
+    refuses them. `build` makes the model on meta.
 
-    Raises CheckpointError, collectives: as `weights_of`; every rank must call.
+    Raises CheckpointError: as `weights_of`. Collectives of `weights_of`; every rank must call.
     """
     if not config.tie_word_embeddings:
         return config
@@ -60,7 +60,7 @@ def _has_head(folder: Path) -> bool:
     try:
         return any(key.endswith(_HEAD) for key in read_model_headers(folder).tensors)
     except CheckpointError:
-        return False  # who reads the weights reports it
+        return False  # the later read of the weights reports it
 
 
 def _ties_of(model: Any) -> set[str]:
@@ -68,6 +68,6 @@ def _ties_of(model: Any) -> set[str]:
 
 
 def _without_ties(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json that ties nothing, also in its sections."""
+    """Return a config.json without ties, in its sections too."""
     parts = {key: _without_ties(value) for key, value in table.items() if isinstance(value, dict)}
     return {**table, **parts, **({_FLAG: False} if _FLAG in table else {})}

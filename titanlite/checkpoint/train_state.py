@@ -1,4 +1,4 @@
-"""State of a run in addition to the model: optimizer states, and the numbers in
+"""The state of a run in addition to the model: optimizer states, and the numbers in
 train_state.json.
 """
 
@@ -22,7 +22,7 @@ from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
-# kind of state that stands for none: a trained parameter had no gradient in any step
+# name of the state that marks a trained parameter without states: it had no gradient in any step
 _UNSTEPPED = "unstepped"
 
 
@@ -30,16 +30,16 @@ _UNSTEPPED = "unstepped"
 class Progress:
     """Position and results of a run; the content of train_state.json."""
 
-    step: int  # optimizer steps done
-    samples: int  # sequences of the data order that all ranks together trained on or skipped
-    data: str  # description of the data order; a resumed run with another one trains on other data
+    step: int  # optimizer steps completed
+    samples: int  # sequences of the data order that all ranks together trained on, or skipped
+    data: str  # describes the data order; if it changed, a resumed run trains on different data
     world_size: int  # ranks that wrote the checkpoint
-    versions: Mapping[str, str]  # of titanlite and torch, for people
+    versions: Mapping[str, str]  # versions of titanlite and torch, for information
     results: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # see `metrics.point`
-    # sequences that each source of a mixture gave, by name
+    # sequences used from each source of a mixture, by name
     taken: Mapping[str, int] = field(default_factory=dict)
-    chat_date: str = ""  # today for chat templates, as ISO text
-    # what tells the run from others: `metrics.run_folder`
+    chat_date: str = ""  # the date given to chat templates, in ISO format
+    # identifies the run: see `metrics.run_folder`
     identity: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -51,8 +51,9 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path) -> "Progress":
-        """Read train_state.json in `folder`. Raises CheckpointError: it is missing, damaged, or not
-        of this format.
+        """Read train_state.json in `folder`.
+
+        Raises CheckpointError: the file is missing, damaged, or in a different format.
         """
         where = f"checkpoint {folder}"
         table = read_json(folder / STATE_FILE, where)
@@ -62,7 +63,7 @@ class Progress:
             )
         try:
             return cls(**table)
-        except TypeError:  # values are those that were written: the manifest has their checksum
+        except TypeError:  # values need no check: the manifest has their checksum
             raise CheckpointError(
                 f"{where}: {STATE_FILE} is damaged. Resume from an earlier step: "
                 "checkpoint.load_step."
@@ -70,7 +71,7 @@ class Progress:
 
 
 def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout]:
-    """Lay out the files with optimizer states. Every rank must call alike.
+    """Lay out the files with optimizer states. Every rank must call with the same arguments.
 
     Collectives: with pipeline stages one gather of small objects.
     """
@@ -87,14 +88,15 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
 def _named_states(
     plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield key and tensor of every state, in the plan's order; states of other stages are marked
-    meta tensors, and a mark stands for the states of a parameter that has none while others have.
+    """Yield key and tensor of every state, in the plan's order. States on other pipeline stages are
+    meta tensors. If a parameter has no states while others have some, a mark is yielded in their
+    place.
     """
     names_of = {
         param: group["state_names"] for group in optimizer.param_groups for param in group["params"]
     }
     stepped = {entry.fqn for entry in plan.entries if entry.tensor in optimizer.state}
-    if plan.group is not None:  # each stage knows its own
+    if plan.group is not None:  # each stage knows only its own states
         stepped = set().union(*gather_objects(stepped))
     state_dtype = optimizer.defaults.get("state_dtype")
     for entry in plan.entries:
@@ -121,10 +123,11 @@ def _state_elsewhere(param: torch.Tensor, name: str, dtype: torch.dtype | None) 
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
     """Load the states of the checkpoint in `folder` into `optimizer`.
 
-    Raises CheckpointError: on all ranks; files are missing or damaged, or hold states of another
-    model.
+    Raises CheckpointError, on all ranks: files are missing or damaged, or hold states of a
+    different model.
 
-    Collectives: a broadcast of the headers, and those of `read_tensors`; every rank must call.
+    Collectives: a broadcast of the headers, and the collectives of `read_tensors`; every rank must
+    call.
     """
     where = f"checkpoint {folder}"
     files = sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors"))
@@ -148,8 +151,8 @@ def _match(
     """Yield (parameter, state name, key) of every stored state, in the order of the model, the same
     on all ranks.
 
-    Raises CheckpointError: a state has no trained parameter or another shape, or a parameter has
-    not all its states.
+    Raises CheckpointError: a state has no trained parameter or a different shape, or some states of
+    a parameter are missing.
     """
     names = {
         id(param): group["state_names"]
@@ -163,8 +166,7 @@ def _match(
         if f"{_UNSTEPPED}.{entry.fqn}" not in states
         for name in sorted(names[id(entry.tensor)])
     }
-    # Whether a parameter without states is trained makes no difference: it may have been frozen
-    # since.
+    # A parameter without states may be trained or not: it may have been frozen since.
     states = {key: tensor for key, tensor in states.items() if not key.startswith(f"{_UNSTEPPED}.")}
     remedy = "Set optimizer.name, optimizer.freeze and what else chooses them as it was."
     problems = [

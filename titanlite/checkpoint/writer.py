@@ -1,8 +1,8 @@
-"""Writes of shards into safetensors files in place: every rank its own bytes, at their final
-offsets.
+"""Writes of shards into safetensors files: every rank writes its own bytes, at their final offsets.
 
 Headers follow from names, shapes and dtypes, so every rank knows the layout of every file without
-asking. Nothing is gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a time.
+communication. Nothing is gathered. A shard that must be cast, or is on a GPU, is copied a MiB at a
+time.
 """
 
 import math
@@ -39,24 +39,24 @@ _Copies = dict[_Identity, torch.Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it;
-    or some rows of one, followed by the items of those after them.
+    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it.
+    An item may also hold only some rows; the items of the following rows then come next.
 
     If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in
-    `dtype`. The rank that writes it asks for consecutive parts, from several threads.
+    `dtype`. The rank that writes it reads consecutive parts, from several threads.
     """
 
     key: str
     dtype: torch.dtype
-    region: Region  # part of the run-time tensor that is stored
+    region: Region  # the part of the run-time tensor that is stored
     shape: tuple[int, ...]
-    # this rank's shard of the run-time tensor, no DTensor, on any device; a write casts it
+    # this rank's shard of the run-time tensor, not a DTensor, on any device; a write casts it
     local: torch.Tensor
     local_region: Region
-    mine: bool  # this rank writes it, of all that hold this shard
+    mine: bool  # True if this rank writes the shard, of all ranks that hold it
     read: Callable[[Region], torch.Tensor] | None = None
-    name: str = ""  # of the run-time tensor, if it is one of the model's
-    is_transposed: bool = False  # on disk the last two dims are exchanged
+    name: str = ""  # name of the run-time tensor, if it belongs to the model
+    is_transposed: bool = False  # on disk the last two dims are swapped
 
     @classmethod
     def of(
@@ -87,9 +87,7 @@ class Item:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: its header, and every item with its first byte, counted from the start of the
-    file.
-    """
+    """One file: its header, and every item with the position of its first byte in the file."""
 
     name: str
     header: bytes
@@ -103,7 +101,7 @@ class FileLayout:
 
 
 def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> list[FileLayout]:
-    """Put `items` one after the other into `stem`.safetensors, or numbered files of up to
+    """Put `items` one after another into `stem`.safetensors, or into numbered files of up to
     `file_bytes` (4 GiB).
     """
     limit = FILE_BYTES if file_bytes is None else file_bytes
@@ -136,7 +134,7 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
 
 
 def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
-    """Make the files at full size, with their headers."""
+    """Create the files at full size, with their headers."""
     for file in files:
         path = folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,10 +146,11 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
 def write_items(
     folder: Path, files: Sequence[FileLayout], text: str, digests: dict[str, int] | None = None
 ) -> dict[str, _Sums]:
-    """Write this rank's items in place and flush them to the disk; return its share of each file's
-    `checksum`.
+    """Write this rank's items in place and flush them to the disk; return this rank's part of each
+    file's `checksum`.
 
-    `text` begins the log line. To `digests`, by key, the summands of those items are added.
+    `text` begins the log line. This rank's summands of the items' digests are added to `digests`,
+    by key, for the keys in it.
     """
     shares: dict[str, _Sums] = {}
     digests = {} if digests is None else digests
@@ -159,14 +158,14 @@ def write_items(
     threads = io_threads()
     first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
     with timed(text, mine, sum(file.nbytes for file in files)):
-        for file in [*files[first:], *files[:first]]:  # not all ranks in the same file at once
+        for file in [*files[first:], *files[:first]]:  # ranks begin with different files
             parts = [
                 (item, base, box) for item, base in file.items if item.mine for box in _boxes(item)
             ]
             if not parts:
                 continue
-            # Not O_RDWR: NFS would read the rest of a page and write it back, over what another
-            # machine wrote there.
+            # Not O_RDWR: NFS would read the rest of a page and write it back, over bytes that
+            # another machine wrote there.
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
                 jobs = (
@@ -185,7 +184,7 @@ def write_items(
 
 
 def _boxes(item: Item) -> Iterator[Region]:
-    """Yield this rank's part of an item in boxes, each for one write."""
+    """Yield boxes, one per write, that cover this rank's part of an item."""
     held = item.region if item.read is not None else item.region.overlap(item.local_region)
     if held is None:
         return
@@ -199,10 +198,10 @@ def _boxes(item: Item) -> Iterator[Region]:
 def _write(
     descriptor: int, file_bytes: int, item: Item, base: int, box: Region, has_digest: bool
 ) -> tuple[_Sums, int]:
-    """Write one part of an item; return its share of the file's checksum and of its digest."""
+    """Write one part of an item; return its part of the file's checksum and of its digest."""
     if item.read is not None:
         values = item.read(box)
-    else:  # cast on its device
+    else:  # cast on the shard's device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
     here = box.within(item.region)
@@ -229,10 +228,10 @@ def _write(
 
 
 def checksum(file: FileLayout, shares: Iterable[Mapping[str, _Sums]]) -> str:
-    """Return the Adler-32 of a file whose ranks gave `shares`, in hex.
+    """Return the Adler-32 of a file in hex; `shares` are the ranks' parts of it.
 
-    Its two sums, of the bytes and of the bytes times their distances from the end, can be added up
-    in any order.
+    The two sums of Adler-32, of the bytes and of the bytes times their distances from the end, can
+    be added up in any order.
     """
     header = _sums(memoryview(file.header), file.nbytes - len(file.header))
     first, second = _add(
@@ -280,8 +279,8 @@ def snapshot(
 
 
 def _identity(local: torch.Tensor) -> _Identity:
-    """Identify a shard by its memory: `local_of` makes a new tensor object of the same memory each
-    time.
+    """Return a key that identifies a shard's memory: `local_of` makes a new tensor object of the
+    same memory each time.
     """
     return local.data_ptr(), local.dtype, local.shape
 
