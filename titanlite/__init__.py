@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 
 
 class TrainResult(NamedTuple):
-    """Result of a run: `loss` is of its last step, None if nothing was left to train."""
+    """Result of a run: `loss` is the loss of its last step, or None if no steps were left to
+    train.
+    """
 
     step: int
     loss: float | None
@@ -33,7 +35,7 @@ def train(config: Any, overrides: Sequence[str] = (), **sections: Mapping[str, A
     Collective: every rank of a launcher must call.
 
     Raises:
-        TitanliteError: what is wrong, and what to do; on all ranks.
+        TitanliteError: on all ranks; its text is the problem and its remedy.
     """
     # torch is imported here
     return import_module("titanlite.features.api").train(config, overrides, sections)

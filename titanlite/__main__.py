@@ -1,4 +1,4 @@
-"""`python -m titanlite COMMAND ...`: the tools that need no launcher."""
+"""`python -m titanlite COMMAND ...`: the commands that need no launcher."""
 
 import errno
 import importlib
@@ -12,7 +12,8 @@ from titanlite.base.process import begin_process, lean_imports, leave
 from titanlite.base.text import suggest
 from titanlite.launch.protocol import end_with_launcher
 
-# The module of each command, whose `main` runs it; imported on use, because some need no torch.
+# The module that implements each command in its `main`; imported on use, because some need no
+# torch.
 _MODULES = {
     "train": "titanlite.rank",
     "check": "titanlite.features.tools.check",
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run_command(argv)
         sys.stdout.flush()
-    except OSError as error:  # a pipe is broken after `| head`
+    except OSError as error:  # broken pipe, as after `| head`
         if error.filename is not None or error.errno not in (
             errno.EPIPE,
             errno.ENOSPC,
@@ -86,7 +87,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         code = command(rest)
         return leave(code, at_once=True) if code and name == "train" else code
     except ModuleNotFoundError as error:
-        if (package := error.name) in _PACKAGES:  # not a part of one, which is another version
+        if (package := error.name) in _PACKAGES:  # a missing part means another version
             print(
                 f"titanlite: error: {sys.executable} has no package '{package}'. Activate the "
                 "environment that run_train.sh made, `source .venv/bin/activate`, or install: "

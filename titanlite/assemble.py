@@ -112,10 +112,10 @@ from titanlite.trainer import Closing, Parts, Trainer, Watch
 
 
 def assemble(checked: Checked) -> Trainer:
-    """Build everything that training needs, and load what it resumes from. Collective: every rank
-    must call.
+    """Build everything that training needs, and load the checkpoint to resume from. Collective:
+    every rank must call.
 
-    Raises TitanliteError on all ranks: something cannot be built, read or saved as the
+    Raises TitanliteError, on all ranks: something cannot be built, read or saved as the
     configuration says.
     """
     run = begin(checked)
@@ -176,8 +176,8 @@ def assemble(checked: Checked) -> Trainer:
 def begin(checked: Checked) -> Run:
     """Join the other ranks, lock the run's folder, and find where the run starts. Collective.
 
-    Raises TitanliteError on all ranks: the ranks have other settings, models or folders; the folder
-    is in use; or its checkpoint is not the one that was asked for.
+    Raises TitanliteError, on all ranks: the ranks' settings, models or folders differ; the folder
+    is in use; or it does not have the requested checkpoint.
     """
     job = checked.job
     folder = Path(job.job.dump_folder)
@@ -189,7 +189,7 @@ def begin(checked: Checked) -> Run:
         keep_freed_memory()
     run_folder.check_same_settings(job)
     check_same_copies(list_model_paths(job))
-    locks = run_folder.hold_folders(job, folder)  # before anything there is read or cleaned
+    locks = run_folder.hold_folders(job, folder)  # before anything there is read or removed
     run_folder.check_shared_folder(folder)
     if (folder / job.checkpoint.folder).is_dir():
         open_events(folder)
@@ -211,15 +211,17 @@ def begin(checked: Checked) -> Run:
 
 
 def describe_mesh(dims: ParallelDims, device: torch.device) -> str:
-    """Return the degrees, and where the ranks are."""
+    """Return a description of the parallelism degrees, the number of ranks and their type of
+    device.
+    """
     return f"{dims.degrees}, {format_count(dims.degrees.world_size, 'rank')} on {device.type}"
 
 
 def read_data(run: Run) -> tuple[Run, Any, TrainLoader]:
-    """Return `run` with what its data and weights say, the tokenizer, and this rank's batches.
-    Collective.
+    """Return `run` completed with facts from its data and weights, the tokenizer, and this rank's
+    batches. Collective.
 
-    Raises TitanliteError on all ranks: the data or the headers of the weights cannot be read.
+    Raises TitanliteError, on all ranks: the data or the headers of the weights cannot be read.
     """
     start = run.start
     progress = start and start.progress
@@ -244,7 +246,7 @@ def read_data(run: Run) -> tuple[Run, Any, TrainLoader]:
 
 
 def start_data(run: Run, loader: TrainLoader) -> None:
-    """Let the data begin where the run does."""
+    """Start reading the data at the position where the run starts."""
     samples = 0
     taken = None
     if run.start is not None:
@@ -257,12 +259,12 @@ def start_data(run: Run, loader: TrainLoader) -> None:
 def fit_to_weights(
     job: JobConfig, model_config: AnyModelConfig, start: Start | None
 ) -> AnyModelConfig:
-    """Return the configuration with the ties of the weights that the run resumes or begins with;
-    see `untie`. Collective.
+    """Return the configuration with the ties of the weights that the run starts from; see `untie`.
+    Collective.
     """
     base = job.checkpoint.initial_load_path
     weights = Path(base) if base and (start is None or job.lora.rank) else start and start.folder
-    # then one of two stored tensors is a mistake
+    # The user requested the tie, so a head that is stored with different values is an error.
     is_asked_for = job.model.overrides.tie_word_embeddings
     if weights is None or is_asked_for:
         return model_config
@@ -270,7 +272,7 @@ def fit_to_weights(
 
 
 def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
-    """Return the problems that can be known before the weights are read. On one rank."""
+    """Return the problems that can be found before the weights are read. On one rank."""
     dataset = loader.dataset
     problems = check_device(run.job, run.device)
     problems += check_data(
@@ -284,7 +286,7 @@ def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
 
 
 def find_problems_of(parts: Parts) -> list[str]:
-    """Return the problems of what was built. Collective."""
+    """Return the problems of the parts that were built. Collective."""
     run = parts.run
     plan = parts.plan
     optimizer = parts.stepper.optimizer
@@ -301,8 +303,8 @@ def find_problems_of(parts: Parts) -> list[str]:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise one ConfigError that lists the `problems` of a run, the same on all ranks; return
-    quietly if there are none.
+    """Raise one ConfigError that lists the `problems` of a run, the same on all ranks; do nothing
+    if there are none.
     """
     if len(problems) == 1:
         raise ConfigError(problems[0])
@@ -310,9 +312,9 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def build_checkpointer(run: Run, model: Model, tokenizer: Any, loader: TrainLoader) -> Checkpointer:
-    """Build the loading and saving of checkpoints, and their files without tensors. Collective.
+    """Build the `Checkpointer`, and the files of checkpoints that hold no tensors. Collective.
 
-    Raises CheckpointError on all ranks: one of those files cannot be built.
+    Raises CheckpointError, on all ranks: one of those files cannot be built.
     """
     job = run.job
     checkpointer = Checkpointer(
@@ -341,7 +343,7 @@ def fill(run: Run, model: Model, sources: Sequence[SourceProvider]) -> Plan:
 
 
 def build_initial(parts: Parts) -> Model:
-    """Return the model with the weights that the run began with. Collective."""
+    """Build a second model with the weights that the run began with. Collective."""
     run = parts.run
     model = parts.stepper.model
     if run.start is None:
@@ -352,7 +354,9 @@ def build_initial(parts: Parts) -> Model:
 
 
 def record_start(parts: Parts, changes: Mapping[str, tuple[Any, Any]]) -> None:
-    """Log the model, and record the start and the settings that changed since. Collective."""
+    """Log the model, and record the start with the settings that changed since the previous one.
+    Collective.
+    """
     run = parts.run
     family = run.model_config.family
     total, trained = count_parameters(parts.stepper.model)
@@ -375,7 +379,7 @@ def record_start(parts: Parts, changes: Mapping[str, tuple[Any, Any]]) -> None:
 def build_data(
     job: JobConfig, dp_rank: int, dp_degree: int, start: Start | None = None
 ) -> tuple[Any, TrainLoader]:
-    """Build the tokenizer and the batches of one data-parallel rank, in the run that begins at
+    """Build the tokenizer and the batches of one data-parallel rank, for the run that starts at
     `start`. No collectives.
     """
     job = resolve_held_out(job, start)
@@ -385,11 +389,11 @@ def build_data(
 
 
 def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
-    """Build the tokenizer and the dataset of `job`. Every process may call it at any time: those of
-    one machine share the work through the cache folder.
+    """Build the tokenizer and the dataset of `job`. Any process may call it at any time: the
+    processes of a machine share results through the cache folder.
 
     Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
-    little for `seq_len`.
+    little data for `seq_len`.
     """
     match get_kind(job.data):
         case "examples":
@@ -419,8 +423,8 @@ def fit_vocabulary(
 def check_data(
     job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int
 ) -> list[str]:
-    """Return the problems of a run on rows of `form`, with tokens below `vocab_size`, of a
-    tokenizer of `num_ids` ids.
+    """Return the problems of a run on rows of the format `form`, whose tokens are below
+    `vocab_size`, from a tokenizer with `num_ids` ids.
     """
     problems = check_form(job, form)
     problems += check_pairs(job, form)
@@ -429,29 +433,27 @@ def check_data(
 
 
 def check_model(checked: Checked) -> None:
-    """Check what a run finds of its model before the first step without weights and rows.
+    """Check the model as a run does before its first step, but without weights and rows.
 
-    The embedding has a row for each token, and the model's description can be saved.
+    The embedding must have a row for each token, and the model's description must be savable.
 
-    Raises ConfigError, DataError or CheckpointError: it is not so.
+    Raises ConfigError, DataError or CheckpointError: one of these checks fails.
     """
     job = checked.job
     config = checked.model_config
     start = look_for_start(job.checkpoint, job.job.dump_folder)
     job = resolve_held_out(job, start)
-    if path := resolve_tokenizer_path(job).tokenizer_path:  # otherwise one is trained on the data
+    if path := resolve_tokenizer_path(job).tokenizer_path:  # else one is trained on the data
         num_ids = count_ids(load_tokenizer(path))
         job, config = fit_vocabulary(job, config, num_ids, checked.degrees.tp, start)
-        is_text = job.data.dataset in ("text", "stdlib")  # rows may have only some of the tokens
+        is_text = job.data.dataset in ("text", "stdlib")  # rows may use only some tokens
         refuse(check_vocabulary(job, num_ids if is_text else 0, num_ids, config))
     if job.checkpoint.enable:
         build_format(job).describe(build_unsharded(job, config, "cpu"), {}, [])
 
 
 def build_model(config: AnyModelConfig, dtype: torch.dtype = torch.float32) -> Model:
-    """Build the model on meta: the native decoder, or the class of transformers that stands in for
-    it.
-    """
+    """Build the model on meta: the native decoder, or a class of transformers."""
     if isinstance(config, TransformersConfig):
         logger.info("model: transformers' %s, because: %s", config.architecture, config.why)
         return build_transformers(config, dtype)
@@ -490,29 +492,29 @@ def build_unsharded(job: JobConfig, model_config: AnyModelConfig, device_type: s
 
 
 def shard(model: Model, job: JobConfig, dims: ParallelDims, device_type: str) -> None:
-    """Shard `model`, on meta, in place: first over pipeline stages, then as `parallelize`."""
-    if dims.degrees.pp > 1:  # first: later hooks on modules of other stages are never called
+    """Shard `model`, on meta, in place: first over pipeline stages, then by `parallelize`."""
+    if dims.degrees.pp > 1:  # first, because hooks on modules of other stages would never be called
         assert isinstance(model, Decoder), "pipeline parallelism of a model of transformers"
         apply_pipeline_parallel(model, dims, mixed_precision_dtypes(job.training, device_type)[0])
     parallelize(model, job, dims, device_type)
 
 
 def build_format(job: JobConfig) -> HFFormat:
-    """Build the format of the model's files in checkpoints: of all weights or, with LoRA, of the
-    adapters alone.
+    """Build the format of the model's files in checkpoints: all weights or, with LoRA, only the
+    adapters.
     """
     sections = job.checkpoint, job.model
     return PeftFormat(*sections, job.lora) if job.lora.rank else HFFormat(*sections)
 
 
 def build_results(run: Run) -> Results:
-    """Build the record of validations and evaluations, with those before `run.start`."""
+    """Build the record of validations and evaluations, including those before `run.start`."""
     saved = run.start and run.start.progress.results
     return Results(run.job.validation, run.job.checkpoint.save_best, saved)
 
 
 def build_metrics(run: Run, model: Model, loader: TrainLoader) -> MetricsLogger:
-    """Build the metrics logger; rank 0 writes, also to W&B if that is on."""
+    """Build the metrics logger; rank 0 writes, to W&B too if it is enabled."""
     job = run.job
     measure, reads_backwards = build_metric(job.metrics)
     return MetricsLogger(
@@ -552,15 +554,16 @@ def build_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Return an error that ends a run as one for the user: itself, or one that names the setting or
-    the full memory that made torch raise it; None for other errors.
+    """Return an error that ended the run in a form for the user: a TitanliteError as it is, or a
+    new one that names the setting or the full memory behind an error of torch; None for other
+    errors.
 
-    The folder of a run that was refused before it wrote there is removed.
+    If the run was refused before it wrote to its folder, the folder is removed.
     """
     FolderLock.remove_unused()
     return error if isinstance(error, TitanliteError) else explain_failure(error, job)
 
 
 def close(exit_code: int) -> None:
-    """Finish the W&B run, if there is one; the process ends with `exit_code` afterwards."""
+    """Finish the W&B run, if there is one, with the `exit_code` that the process will have."""
     finish_wandb(exit_code)

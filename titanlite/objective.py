@@ -1,4 +1,4 @@
-"""The interface between trainer and objectives, and the objective of next-token prediction."""
+"""The interface between the trainer and objectives, and the next-token objective."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -12,11 +12,12 @@ from titanlite.models.interface import Model
 class ObjectiveSums(NamedTuple):
     """Sums over one batch of this rank."""
 
-    # of units (tokens or pairs), differentiable float32; divide by the global number of units
+    # sum over units (tokens or pairs), differentiable, float32; divided by the global number of
+    # units
     loss: torch.Tensor
-    # balance losses of tokens; divide by the global number of tokens without padding
+    # balance losses, a sum over tokens; divided by the global number of tokens without padding
     aux: torch.Tensor
-    metrics: torch.Tensor  # (number of `metric_names`,) float32, no gradient; divide like `loss`
+    metrics: torch.Tensor  # (len(metric_names),) float32, no gradient; divided like `loss`
 
 
 class Objective(Protocol):
@@ -27,13 +28,14 @@ class Objective(Protocol):
     def prepare(
         self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
     ) -> None:
-        """Prepare for the run: called once before the first step, with all coming batches (on the
-        host, lazy) and the model with the run's initial weights. Collective: every rank must call.
-        By default nothing is done.
+        """Prepare for the run; by default, do nothing. Called once before the first step.
+
+        `batches` are all coming batches (on the host, lazy), and `get_model` returns the model with
+        the run's initial weights. Collective: every rank must call.
         """
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the units in `batch`, int64 scalar on its device; no synchronization."""
+        """Count the units in `batch`: an int64 scalar on its device, without synchronization."""
         ...
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
@@ -44,7 +46,7 @@ class Objective(Protocol):
 
 
 class NextToken(Objective):
-    """Cross entropy of the labels; a unit is a token with a label."""
+    """Cross entropy of the labels; each token with a label is a unit."""
 
     metric_names: Sequence[str] = ()
 

@@ -1,8 +1,8 @@
-"""Preflight: every check that needs no ranks, in a fraction of a second; with a config.json in
-seconds, since transformers' class reads it.
+"""Preflight: every check that needs only one process. Takes a fraction of a second, or seconds with
+a config.json, since transformers' class reads it.
 
-`run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and at once;
-every rank runs it again, so that a launch without the script says the same.
+`run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and early.
+Every rank runs it again, so that a launch without the script reports the same mistakes.
 """
 
 import sys
@@ -27,7 +27,7 @@ from titanlite.models.families import find_other_model, part_sizes, resolve_mode
 
 @dataclass(frozen=True)
 class Checked:
-    """A configuration that passed, with what was derived from it."""
+    """A checked configuration, and the values derived from it."""
 
     job: JobConfig
     model_config: AnyModelConfig
@@ -36,10 +36,12 @@ class Checked:
 
 
 def check(job: JobConfig, world_size: int, *, weights: bool = True) -> Checked:
-    """Resolve the model and the degrees, and check them against one another.
+    """Resolve the model and the degrees, and check them against each other.
 
-    Downloads a model of the hub on first use, without `weights` only its description and tokenizer.
-    Raises ConfigError: every contradiction.
+    Downloads a model of the hub on first use; without `weights`, only its description and
+    tokenizer.
+
+    Raises ConfigError: settings contradict each other; lists all problems.
     """
     job, unwritten = close_settings(job)
     problems = find_extension_problems(job)
@@ -70,7 +72,7 @@ def _world_sizes(text: str) -> tuple[int, ...]:
 
 
 def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) -> Checked:
-    """Look for files, then `check` for each of these world sizes: see `check_arguments`."""
+    """Check that files exist, then `check` each of these world sizes: see `check_arguments`."""
     # before anything large is downloaded
     raise_problems(ConfigError, "configuration", find_missing_files(job))
     checked = []
@@ -92,9 +94,10 @@ def check_all(job: JobConfig, world_sizes: tuple[int, ...], *, weights: bool) ->
 def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
     """Parse and check `--world-size N --config FILE ...`.
 
-    `--world-size 16,8,4` is for machines that may be lost: the first and the last size must fit,
-    others only warn. With `weights` a model of the hub is downloaded. Raises ConfigError: every
-    contradiction.
+    `--world-size 16,8,4` is for runs that may lose machines: the first and the last size must be
+    valid, for the others there is only a warning. With `weights` a model of the hub is downloaded.
+
+    Raises ConfigError: settings contradict each other; lists all problems.
     """
     parser = Parser("check", add_help=False)  # load_config has help
     parser.add_argument("--world-size", type=_world_sizes, default=(1,))
@@ -105,10 +108,10 @@ def check_arguments(argv: Sequence[str] | None, *, weights: bool) -> Checked:
 
 @command
 def main(argv: Sequence[str] | None = None) -> None:
-    """`python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after one
-    clear error.
+    """Run `python -m titanlite.preflight --world-size N --config FILE ...`: exit code 0, or 2 after
+    one clear error.
 
-    A model of the hub is downloaded, here once for all ranks of this machine.
+    A model of the hub is downloaded here, once for all ranks of this machine.
     """
     check_arguments(argv, weights=True)
 

@@ -23,14 +23,15 @@ from titanlite.launch import protocol
 
 
 def set_gpu_defaults() -> None:
-    """Set the variables that torch and CUDA read once, at their start, unless the user has set
+    """Set environment variables that torch and CUDA read at their start, unless the user has set
     them.
     """
     # With expert parallelism, tensor sizes change in every step, which would fragment the GPU's
     # memory.
     if read_variable("PYTORCH_CUDA_ALLOC_CONF") is None:
         set_defaults({"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    # Collectives of several mesh axes overlap; with the default of 8 queues, some would share one.
+    # Collectives of several mesh axes overlap; with the default of 8 queues, some would share a
+    # queue.
     set_defaults({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
 
@@ -54,8 +55,8 @@ _LAUNCHER_WAIT_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration and train; 0, also if asked to stop and saved, 2 or 3 for a
-    `TitanliteError`, else 1.
+    """Check the configuration, train, and return the exit code. It is 0 after training, or if the
+    run was asked to stop and saved; 2 or 3 for a `TitanliteError`; else 1.
 
     Collective: every rank must call.
     """
@@ -73,18 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer = assemble(checked)
         trainer.train()
         if trainer.stopping and not job.checkpoint.enable:
-            code = 128 + signal.SIGTERM  # what was trained is lost
+            code = 128 + signal.SIGTERM  # the progress since the last checkpoint is lost
     except Exception as error:  # noqa: BLE001 - `_fail` raises or reports it
         refusal = explain(error, job)
         if refusal is None:
             _fail(error)
-        # On the first rank of this machine that has this error; without a launcher to agree
-        # through, on all.
+        # Print on the first rank of this machine that has this error. Without a launcher, through
+        # which ranks agree, all print.
         if protocol.claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
             print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
         _record_error(str(refusal))
         code = refusal.exit_code
-    # Not after an error: it would wait until collectives of other ranks time out.
+    # Not after an error: it would wait until the collectives of other ranks time out.
     if code == 0 and dist.is_initialized():
         end_distributed()
     close(code)
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception) -> NoReturn:
-    """End this rank; print the traceback on the first rank that fails, because the others fail for
+    """End this rank. Only the first rank that fails prints a traceback, because the others fail for
     the same cause.
     """
     lost_peer = is_lost_peer(error)
@@ -105,7 +106,7 @@ def _fail(error: Exception) -> NoReturn:
         close(1)
         raise error
     if lost_peer:
-        # Another rank is gone or hangs. The launcher names it and ends this one, before the
+        # Another rank ended or hangs. The launcher names it and ends this rank, before the
         # traceback of a waiting collective can bury that line.
         protocol.note_lost_peer(error)
         close(1)
@@ -125,8 +126,8 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _record_error(text: str) -> None:
-    """Record the error in the run's events. Rank 0 writes; errors of other ranks are on the console
-    only.
+    """Record the error in the run's events. Rank 0 writes; errors of other ranks appear only on the
+    console.
     """
     record_event("error", text.partition(". ")[0], protocol.steps_done())
 

@@ -1,4 +1,6 @@
-"""`Run`: the facts that all parts of a run are built from; what it shares with its checkpoint."""
+"""`Run`: the facts that all parts of a run are built from, and the comparison with its
+checkpoint.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +28,13 @@ class Run:
     """Facts of a run, complete before its first part is built.
 
     Attributes:
-        job: with its number of steps, batch size, chat date and held-out share.
-        device: of this rank.
+        job: the configuration, with number of steps, batch size, chat date and held-out share
+            resolved.
+        device: this rank's device.
         start: the checkpoint that the run resumes from, or None.
-        file_group: all ranks, on the host; its collectives wait as long as reading and writing
-            files may take.
-        locks: of the run's folders, held as long as this object lives.
+        file_group: process group of all ranks on the host; its timeout allows for reading and
+            writing files.
+        locks: locks of the run's folders, held as long as this object lives.
         unwritten: settings to be chosen for the GPUs when the batch is known; empty afterwards.
     """
 
@@ -50,15 +53,15 @@ class Run:
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps done where the run begins."""
+        """Number of optimizer steps that were completed before this start."""
         return 0 if self.start is None else self.start.progress.step
 
 
 def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
-    """Return `job` with the held-out share of the run that is resumed, or of a new one; 0 if
-    nothing is to be held out.
+    """Return `job` with the held-out share resolved: of a resumed run, the share that its
+    checkpoint records; 0 if no rows are held out.
 
-    Raises ConfigError: the run was trained on all rows, and now some are to be held out.
+    Raises ConfigError: the run was trained on all rows, and now rows are to be held out.
     """
     if job.data.validation_share is not None:
         return job
@@ -82,10 +85,10 @@ def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
 
 
 def check_resumed_model(model_config: AnyModelConfig, start: Start) -> list[str]:
-    """Return the problem of a checkpoint whose model computes something else than the configured
-    one. On one rank.
+    """Return the problem of a checkpoint whose model computes a different function than the
+    configured one. On one rank.
     """
-    # the latter beside adapters
+    # with adapters, the model's config.json is in titanlite's own folder
     files = [start.folder / "config.json", start.folder / OWN_FOLDER / "config.json"]
     path = next((path for path in files if path.is_file()), None)
     if not isinstance(model_config, ModelConfig) or path is None:

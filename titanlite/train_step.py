@@ -27,11 +27,11 @@ from titanlite.run import Run
 
 
 def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """Yield the turns of a rank in a step, in order: forward or backward, and of which micro-batch.
+    """Yield a rank's forwards and backwards of a step in order, each with its micro-batch.
 
     Args:
         count: micro-batches of the step.
-        ahead: the most forwards that run ahead of the backwards (1F1B); without pipeline stages 0.
+        ahead: the most forwards that run ahead of the backwards (1F1B); 0 without pipeline stages.
     """
     ahead = min(ahead, count)
     for number in range(count + ahead):
@@ -42,7 +42,7 @@ def order_turns(count: int, ahead: int) -> Iterator[tuple[Literal["forward", "ba
 
 
 class TrainStep:
-    """Optimizer steps of the sharded model of a run, on batches on its device."""
+    """Optimizer steps of a run's sharded model, on batches that are on its device."""
 
     def __init__(
         self,
@@ -72,22 +72,23 @@ class TrainStep:
         )
         self.finite_guard = FiniteGuard(run.device, max_nonfinite)
         self.timer = StepTimer(run.device)
-        # the next steps measure the gradients after each backward: `StepResult.backwards`
+        # True: the next steps measure the gradients after each backward, for `StepResult.backwards`
         self.measures_backwards = False
         # trained parameters without a gradient; known after the first step
         self.unreached: list[str] | None = None
-        self.first: StepResult | None = None  # of the first step here
+        self.first: StepResult | None = None  # result of this process's first step
 
     def train_step(self, micro_batches: list[Batch]) -> StepResult:
         """Make one optimizer step over this rank's micro-batches. Collective: every rank must call.
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or
-        pairs) in the *global* batch, so gradients are sums over ranks and micro-batches, whatever
-        the mesh and however unevenly the units are spread. Each backward follows its forward,
-        except that a pipeline stage runs some forwards ahead.
+        pairs) in the *global* batch. So gradients are sums over ranks and micro-batches, whatever
+        the mesh is and however unevenly the units are distributed. Each backward follows its
+        forward, except that a pipeline stage runs some forwards ahead.
         """
         self.begin(self.step)
-        # ranks that wait below for one whose data is late are not slow themselves
+        # Not part of a phase that shows slow ranks: below, ranks wait for a rank whose data is
+        # late.
         self.timer.start("other")
         objective = self.objective
         count = len(micro_batches)
@@ -107,7 +108,7 @@ class TrainStep:
                 self.balancer.accumulate()
                 sums += self.local_sums(losses)
                 continue
-            if count > 1 and number in (0, count - 1):  # between steps, each backward is a last one
+            if count > 1 and number in (0, count - 1):  # between steps FSDP expects a last backward
                 is_last = number == count - 1 or squares is not None
                 prepare_backward(
                     self.model,
@@ -123,7 +124,8 @@ class TrainStep:
             dist.all_reduce(squares)
         self.enter("optimizer")
         sums = self.sum_over_data(sums, in_stages=True)
-        # once: what has no part in the loss of one step has none in others
+        # Searched only once: a parameter that the loss of one step does not use is not used later
+        # either.
         if self.unreached is None:
             self.unreached = find_unreached(self.model, self.device)
         reduce_replicated_grads(self.model.parameters(), self.dims)
@@ -155,15 +157,15 @@ class TrainStep:
         return result
 
     def begin(self, step: int) -> None:
-        """Set the random generators and all values that follow the step, for optimizer step `step`
-        (0-based) or for computing it again.
+        """Set the random generators and all values that depend on the step, for optimizer step
+        `step` (0-based), or to compute that step again.
         """
         self.dims.seed_generators(self.job.training.seed, step, self.device)
         self.schedule.apply(step)
 
     def enter(self, phase: str, micro_batch: int | None = None) -> None:
-        """Start `phase` in the step's timer and in the heartbeat, which shows the launcher hung
-        ranks.
+        """Begin `phase` in the step's timer and in the heartbeat, from which the launcher finds
+        hung ranks.
 
         `micro_batch` is for observers that replace this method (`estimate`, tests).
         """
@@ -184,19 +186,20 @@ class TrainStep:
     def scaled_loss(
         self, losses: ObjectiveSums, units: torch.Tensor, num_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss to call backward on: the share of one micro-batch in the mean over the
+        """Return the loss to call backward on: one micro-batch's summand of the mean over the
         global batch.
 
         Balance losses are divided by all tokens, because routers balance prompts too. Divided by
-        labels, they would weigh more, the fewer tokens of a chat are trained.
+        the labels, they would weigh more the fewer tokens of a chat are trained.
         """
         return losses.loss / units + losses.aux / num_tokens
 
     def local_sums(self, losses: ObjectiveSums) -> torch.Tensor:
         """Return this rank's summands of loss, balance losses and metrics, on the device.
 
-        cp and tp ranks hold equal losses, but balance losses of their own positions. Each pipeline
-        stage has the balance losses of its own layers; only the last one has losses.
+        cp and tp ranks have equal losses, but each has the balance losses of its own positions.
+        Each pipeline stage has the balance losses of its own layers; only the last stage has the
+        other losses.
         """
         aux_sum = losses.aux * self.dims.degrees.ranks_per_sequence
         loss = losses.loss
@@ -207,10 +210,11 @@ class TrainStep:
         return torch.cat([torch.stack([loss, aux_sum]), metrics]).detach()
 
     def sum_over_data(self, value: torch.Tensor, *, in_stages: bool = False) -> torch.Tensor:
-        """Sum `value` over the data-parallel ranks; ranks that share sequences hold the same value
-        and count once.
+        """Sum `value` over the data-parallel ranks. Ranks of the same sequences hold the same
+        value, which counts once.
 
-        So do other pipeline stages, unless each has a summand of the value (`in_stages`).
+        The value of all pipeline stages counts once too, unless each stage has its own summand
+        (`in_stages`).
         """
         value = value.clone()
         dist.all_reduce(value)

@@ -1,4 +1,4 @@
-"""The training loop. `assemble.py` builds the parts of the trainer; one step is `train_step.py`."""
+"""The training loop. `assemble.py` builds the parts of the trainer; `train_step.py` is one step."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from titanlite.train_step import TrainStep
 
 
 class Evaluator(Protocol):
-    """Evaluation of the model by what it generates; `run` is collective."""
+    """Evaluation of the model on the answers that it generates; `run` is collective."""
 
     def is_due(self, step: int, last: bool) -> bool: ...
     def run(self, model: Model) -> EvaluationResult: ...
@@ -41,7 +41,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What was built of a run."""
+    """The parts of a run that `assemble` has built."""
 
     run: Run
     loader: TrainLoader
@@ -53,12 +53,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Watch:
-    """What looks at a run while it trains; each is optional.
+    """Optional observers of a run while it trains.
 
     Attributes:
-        diagnose: called with (micro-batches, scaled loss of one). Collective.
-        report_unreached: called with (model, names, step) after the first step, if it gave trained
-            parameters no gradient.
+        diagnose: called with (micro-batches, function that returns the scaled loss of one).
+            Collective.
+        report_unreached: called with (model, names, step) after the first step, if trained
+            parameters got no gradient.
     """
 
     evaluator: Evaluator | None = None
@@ -70,10 +71,10 @@ class Watch:
 
 @dataclass(frozen=True)
 class Closing:
-    """What a run leaves at its end; each is optional.
+    """Optional actions at the end of a run, and the README.md of its checkpoints.
 
     Attributes:
-        render_card: renders the README.md of a checkpoint from `progress` and `results`.
+        render_card: returns the README.md of a checkpoint, from `progress` and `results`.
         say_end: logs and records how the run ended.
         push_to_hub: called with (folder, repository) on rank 0.
     """
@@ -92,11 +93,11 @@ class Trainer:
     watch: Watch = Watch()
     closing: Closing = Closing()
     stopping: bool = False  # the run was asked to end early
-    loss: float | None = None  # of the last step that was logged
+    loss: float | None = None  # loss of the last step that was logged
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps completed."""
         return self.parts.stepper.step
 
     @property
@@ -104,10 +105,10 @@ class Trainer:
         return self.parts.stepper.model
 
     def train(self) -> None:
-        """Run the configured steps, and save on the way and at the end.
+        """Run the configured steps, and save checkpoints in between and at the end.
 
-        Collective: every rank must call. SIGTERM or SIGINT end it early, after a step, with a
-        checkpoint.
+        Collective: every rank must call. SIGTERM or SIGINT ends training early, after a step, with
+        a checkpoint.
         """
         job = self.parts.run.job
         stepper = self.parts.stepper
@@ -117,7 +118,7 @@ class Trainer:
             self.metrics,
             profiling(job.profiling, self.parts.run.folder) as end_step,
         ):
-            self.stopping = checkpointer.agree(is_stop_requested())  # asked while loading
+            self.stopping = checkpointer.agree(is_stop_requested())  # a signal while loading
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # the model before training
             window = Window()
@@ -174,11 +175,11 @@ class Trainer:
         self.metrics.log_step(point)
 
     def validate(self) -> tuple[float, dict[str, float]]:
-        """Return the mean held-out loss, with sources weighted by their shares, and the loss of
-        each source.
+        """Return the mean held-out loss, weighted by the sources' shares, and the loss of each
+        source.
 
-        Raises DataError: on all ranks; a source has nothing to predict. Collective: every rank must
-        call.
+        Raises DataError, on all ranks: a source has no tokens to predict. Collective: every rank
+        must call.
         """
         run = self.parts.run
         stepper = self.parts.stepper
@@ -209,7 +210,7 @@ class Trainer:
         return (loss_of_all / units_of_all).item(), losses
 
     def assess(self, *, last: bool) -> bool:
-        """Validate and evaluate if due (step 0 is); return True if this step is the best.
+        """Validate and evaluate, if due (step 0 is); return True if this step is the best.
 
         Collective: every rank must call.
         """
@@ -220,7 +221,8 @@ class Trainer:
         if validation.enable and (self.step % validation.freq == 0 or last):
             self.check_finite()
             loss, losses = self.validate()
-            # bit-identical on all ranks: it decides when to stop and what to keep
+            # Bit-identical on all ranks, because it decides when to stop and which checkpoint to
+            # keep.
             loss = on_first_rank(lambda: loss)
             self.metrics.log_validation(self.step, loss, losses if len(losses) > 1 else {})
             is_best = results.add_validation(self.step, loss, self.parts.loader.mixture)
@@ -241,11 +243,11 @@ class Trainer:
         return is_best
 
     def check_finite(self) -> None:
-        """Diagnose a non-finite loss or gradient since the last check; end the run unless it may be
-        skipped.
+        """Diagnose a non-finite loss or gradient since the last check; end the run unless the step
+        may be skipped.
 
-        Before the end, save the state before the first such step. Synchronizes; collective: every
-        rank must call.
+        Before the run ends, the state before the first such step is saved. Synchronizes.
+        Collective: every rank must call.
         """
         stepper = self.parts.stepper
         loader = self.parts.loader
@@ -269,7 +271,7 @@ class Trainer:
                 logger.warning("training: %s", diagnosis.describe_skipped(found))
             record_event("skip", diagnosis.describe_skipped(found), self.step)
             return
-        stepper.step = found.first - 1  # no update was applied since
+        stepper.step = found.first - 1  # later steps applied no update
         saved = ""
         if self.step > 0 and self.parts.run.job.checkpoint.enable:
             self.save()
@@ -304,14 +306,14 @@ class Trainer:
             parts.checkpointer.save(self.model, parts.plan, optimizer, progress, card)
 
     def finish(self) -> None:
-        """Save, say how the run ended, and upload. Collective: every rank must call."""
-        if self.step > 0 or not self.stopping:  # otherwise nothing was trained
+        """Save, log how the run ended, and upload the model. Collective: every rank must call."""
+        if self.step > 0 or not self.stopping:  # otherwise no step was trained
             self.save()
             self.parts.checkpointer.finish()
         beat("finishing")
         self.closing.say_end(self)
         repository = self.parts.run.job.checkpoint.push_to_hub
         if repository and not self.stopping and dist.get_rank() == 0:
-            # No collective after it.
+            # No collective after this call.
             folder = self.parts.checkpointer.final_folder(self.step)
             self.closing.push_to_hub(folder, repository)
