@@ -1,6 +1,4 @@
-"""Resolution of the configured names of models, paths and hub repositories to local folders, and
-back.
-"""
+"""Resolution of the configured models (paths and hub repositories) to local folders, and back."""
 
 import os
 import re
@@ -15,7 +13,7 @@ from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# How the hub's library names the folders of its cache.
+# Name of a folder in the cache of the hub's library.
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 _WEIGHTS = ["*.safetensors"]
@@ -25,8 +23,8 @@ _IGNORED = ["consolidated*", "*/*"]
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that training began with: a hub id and a commit of it, or the last part of a local
-    folder.
+    """The model that training began with: a hub id and its commit, or the last part of a local
+    path.
     """
 
     name: str
@@ -35,8 +33,8 @@ class BaseModel:
 
 
 def base_model_of(path: str) -> BaseModel | None:
-    """Return the model that `checkpoint.initial_load_path`, by now a local folder, named; None for
-    random weights.
+    """Return the model that `checkpoint.initial_load_path` named before it became a local folder;
+    None for random weights.
     """
     if not path:
         return None
@@ -46,8 +44,8 @@ def base_model_of(path: str) -> BaseModel | None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return True for the form `owner/name[@revision]` of the Hugging Face hub; a path here may
-    have it, too.
+    """Return True if `name` has the form `owner/name[@revision]` of a hub id; a local path may have
+    it too.
     """
     return _HUB_ID.fullmatch(name) is not None
 
@@ -56,11 +54,11 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     """Return `job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from`
     as local folders.
 
-    A run that begins with a pretrained model takes sizes and tokenizer from there unless told
-    otherwise. Repositories of the hub are downloaded on first use, weights only if `weights`, and
+    A run that begins with a pretrained model takes its sizes and tokenizer from there, unless they
+    are set. Repositories of the hub are downloaded on first use, weights only if `weights`, and
     never as pickle files.
 
-    Raises ConfigError: a repository is neither in the local cache nor can it be downloaded.
+    Raises ConfigError: a repository is not in the local cache, and cannot be downloaded.
     """
     model = job.model
     checkpoint = job.checkpoint
@@ -111,7 +109,7 @@ def list_model_paths(job: JobConfig) -> dict[str, str]:
         (
             assets_key(job),
             job.model.hf_assets_path,
-        ),  # the same key, and one of both empty, for model.path with a flavor
+        ),  # the same key twice: with a flavor, one of the two is empty
         ("lora.init_from", job.lora.init_from),
         ("data.tokenizer_path", job.data.tokenizer_path),
         ("data.chat_template", job.data.chat_template),
@@ -120,10 +118,10 @@ def list_model_paths(job: JobConfig) -> dict[str, str]:
 
 
 def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | None:
-    """Return the folder with the description of the run's first model, if any: call
+    """Return the folder that describes the run's first model, if there is one. Call
     `resolve_assets` first.
     """
-    # with a flavor, only the tokenizer is from there
+    # With a flavor, only the tokenizer is from there.
     described = "" if model.flavor else model.hf_assets_path
     for name in (described, checkpoint.initial_load_path):
         if name and (Path(name) / "config.json").is_file():
@@ -132,8 +130,8 @@ def assets_folder(model: ModelSection, checkpoint: CheckpointSection) -> Path | 
 
 
 def find_missing_files(job: JobConfig) -> list[str]:
-    """Return a problem for each path of a model, of data or of a run that does not exist and is no
-    name of the hub.
+    """Return a problem for each path of a model, of data or of a run that does not exist and is not
+    a hub id.
     """
     data = job.data
     paths = list_model_paths(job) | {"evaluation.path": job.evaluation.path}
@@ -162,7 +160,7 @@ def find_missing_files(job: JobConfig) -> list[str]:
 
 
 def suggest_path(key: str) -> str:
-    """Suggest what to write where there is nothing at the path of setting `key`."""
+    """Suggest what to write if the path of setting `key` does not exist."""
     what = (
         " or an id of the Hugging Face hub (owner/name)"
         if key.startswith(("model.", "checkpoint."))
@@ -175,15 +173,15 @@ def suggest_path(key: str) -> str:
 
 
 def local_folder(key: str, name: str, *, weights: bool) -> str:
-    """Return the folder of setting `key` = `name`: a path, or a local copy of the hub's
+    """Return the folder of setting `key` = `name`: a path, or the local copy of the hub's
     `owner/model[@revision]`.
 
-    Raises ConfigError: the repository is neither in the local cache nor can it be downloaded.
+    Raises ConfigError: the repository is not in the local cache, and cannot be downloaded.
     """
-    path = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown user
     if path.exists() or not is_hub_id(name):
         return str(path)
-    # Costs half a second, and only names of the hub need it.
+    # Takes half a second, and only hub ids need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -200,8 +198,8 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
     try:
         with suppress(LocalEntryNotFoundError):
-            # All ranks come here. What the check before the launch has downloaded needs no request
-            # from each of them.
+            # All ranks reach this line. What the check before the launch has downloaded needs no
+            # further requests.
             folder = fetch(local_files_only=True)
             if not weights or any(Path(folder).glob("*.safetensors")):
                 return folder

@@ -1,5 +1,5 @@
-"""Range checks of single settings, of the few that only make sense together, and of settings
-without effect.
+"""Checks of single settings, of settings that only make sense together, and of settings without
+effect.
 
 Checks that need the world size, the resolved model or the file system are made where those are
 known.
@@ -27,7 +27,7 @@ from titanlite.config.settings import (
     get_values,
 )
 
-# Every test is written so that nan fails it.
+# Every test is written so that NaN fails it.
 _TESTS = {
     "ge": (operator.ge, "{} or more"),
     "gt": (operator.gt, "more than {}"),
@@ -40,12 +40,13 @@ _PATHS = {
     "images": "a .jsonl file",
     "examples": "a file, folder or hub id",
 }
-# A mistake, its key, and the problem; `{}` is the key with its value.
+# Condition of a mistake, its key, and the problem; in the problem, `{}` is replaced by the key with
+# its value.
 _Row = tuple[object, str, str]
 
 
 def check_values(job: JobConfig) -> list[Problem]:
-    """Return problems of single values and of values that contradict each other."""
+    """Return the problems of single values, and of values that contradict each other."""
     rows = [*_check_combinations(job), *_check_data(job)]
     return [
         *_check_ranges(job),
@@ -59,14 +60,15 @@ def check_values(job: JobConfig) -> list[Problem]:
 
 
 def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each setting of `given` that nothing in this run reads.
+    """Return a problem for each setting in `given` that has no effect in this run.
 
-    `only_for` names a setting that has to be given, too, or a use that `_get_uses` has. A default
-    is no mistake there: saved configurations have all of them.
+    `only_for` names a setting that must be given too, or one of the uses that `_get_uses` returns.
+    In the second case a default value is not a mistake: saved configurations list all
+    defaults.
     """
     problems = []
     for key in given:
-        # of a section: its first
+        # For a section, the first of its settings decides.
         setting = find_setting(key) or next(iter(find_section(key) or ()), None)
         if setting is None or not (scope := setting.metadata["only_for"]):
             continue
@@ -87,8 +89,8 @@ def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
 
 
 def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
-    """Return what a setting may be `only_for`, and whether this run has it. `source` is the one
-    that a setting of the data belongs to.
+    """Return every use that a setting can be `only_for`, and whether this run has it. `source` is
+    the data source that a setting of the data belongs to.
     """
     is_rows = source.dataset == "examples"
     on_hub, in_folder = _has_splits(source.path)
@@ -112,7 +114,7 @@ def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
 
 
 def _has_splits(path: str) -> tuple[bool, bool]:
-    """Return whether `path` is an id of the hub, and whether it is a folder here."""
+    """Return whether `path` is a hub id, and whether it is a local folder."""
     return is_hub_id(path) and not Path(path).exists(), path != "" and Path(path).is_dir()
 
 
@@ -120,7 +122,7 @@ def _check_ranges(job: JobConfig) -> Iterator[Problem]:
     for setting, value in get_values(job):
         if setting.kind not in (int, float) or value is None:
             continue
-        # sizes of a model are checked with the model
+        # Sizes of a model are checked with the model.
         has_least = setting.section.startswith("model.") or "gt" in setting.metadata
         bounds = ({} if has_least else {"ge": 0}) | dict(setting.metadata)
         tests = [(*_TESTS[name], bound) for name, bound in bounds.items() if name in _TESTS]
@@ -135,7 +137,7 @@ def _check_ranges(job: JobConfig) -> Iterator[Problem]:
 
 
 def _check_combinations(job: JobConfig) -> list[_Row]:
-    """Return the mistakes in settings that contradict or lack another one."""
+    """Return the mistakes in settings that contradict each other, or need another one."""
     model = job.model
     lora = job.lora
     checkpoint = job.checkpoint
@@ -226,7 +228,7 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
 
 
 def _check_data(job: JobConfig) -> list[_Row]:
-    """Return the mistakes in the sources of data, alone and together."""
+    """Return the mistakes in the data sources, in each one and between them."""
     data = job.data
     sources = get_sources(job.data)
     first = next(iter(data.sources), "NAME")
@@ -318,7 +320,7 @@ def _check_data(job: JobConfig) -> list[_Row]:
 
 
 def _check_texts(job: JobConfig) -> Iterator[Problem]:
-    """Yield what is wrong with texts that are parsed later."""
+    """Yield the problems of strings that are parsed later."""
     texts = [
         (split_patterns, "optimizer.freeze", job.optimizer.freeze),
         (parse_multipliers, "optimizer.lr_multipliers", job.optimizer.lr_multipliers),

@@ -1,4 +1,4 @@
-"""The settings of `[data]`, and its sources: one, or several that are mixed
+"""The settings of `[data]`, for one source or for several that are mixed
 (`[data.sources.NAME]`).
 """
 
@@ -15,7 +15,7 @@ TrainOn = Literal["assistant", "all"]
 TooLong = Literal["error", "cut", "drop", "split"]
 BadRows = Literal["error", "skip"]
 DroppedParts = Literal["error", "warn"]
-EXAMPLES = 'data.dataset = "examples"'  # of settings that are for rows only
+EXAMPLES = 'data.dataset = "examples"'  # `only_for` of settings for rows
 # Fields that a column can be mapped to with `data.fields`.
 FIELDS = (
     "messages",
@@ -228,15 +228,15 @@ class DataSection(_OneSource):
 
 
 def holds_rows(name: str) -> bool:
-    """Return True for the name of a file of rows, packed or not."""
+    """Return True if `name` is the name of a file of rows, packed or not."""
     for packed in (".gz", ".zst", ".bz2", ".xz"):
         name = name.removesuffix(packed)
     return name.endswith((".jsonl", ".json", ".parquet", ".csv", ".arrow"))
 
 
 def get_sources(data: DataSection) -> dict[str, DataSection]:
-    """Return one complete `[data]` section per source, by name; without sources `data` itself, as
-    "".
+    """Return a complete `[data]` section for each source, by name; without sources, `data` itself
+    under "".
     """
     if not data.sources:
         return {"": data}
@@ -247,7 +247,7 @@ def get_sources(data: DataSection) -> dict[str, DataSection]:
 
 
 def get_source_key(data: DataSection, source: str, name: str) -> str:
-    """Return the key of setting `name` of a source: where it is set, which may be `[data]`."""
+    """Return the key under which setting `name` of a source is set; it may be in `[data]`."""
     own = source and name in _get_given(data.sources[source])
     return f"data.sources.{source}.{name}" if own else f"data.{name}"
 
@@ -256,7 +256,7 @@ def get_fields(data: DataSection, key: str = "data.fields") -> dict[str, str]:
     """Return the column of each field that `data.fields` or `data.text_field` names; `key` is where
     they are set.
 
-    Raises ConfigError: it is no table of names, or has an unknown field.
+    Raises ConfigError: the value is not a table of names, or has an unknown field.
     """
     own = parse_object(key, data.fields)
     for name, column in own.items():

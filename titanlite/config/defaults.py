@@ -1,4 +1,4 @@
-"""Settings that follow from others: defaults that depend on the rest of the configuration."""
+"""Defaults that depend on the rest of the configuration."""
 
 import os
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from titanlite.config.data import get_sources, holds_rows
 from titanlite.config.schema import JobConfig
 from titanlite.config.settings import Problem, format_value
 
-# Peak learning rate where a run begins with pretrained weights, by (is it DPO, are they adapters).
+# Peak learning rate of runs that begin with pretrained weights, by (DPO, adapters).
 _FINE_TUNING_RATES = {
     (False, False): 2e-5,  # Alpaca; the default of TRL's SFTTrainer
-    # QLoRA, arXiv:2305.14314; ten times that of all weights: "LoRA Without Regret", 2025
+    # QLoRA, arXiv:2305.14314; ten times the rate for all weights: "LoRA Without Regret", 2025
     (False, True): 2e-4,
     (True, False): 5e-7,  # Zephyr, arXiv:2310.16944; Tulu 3, arXiv:2411.15124
-    (True, True): 5e-6,  # the LoRA recipe of Zephyr
+    (True, True): 5e-6,  # Zephyr's LoRA configuration
 }
 
 
 def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[Problem]:
-    """Set, in place, settings that follow from those in `given`; return the problems found.
+    """Set, in place, the settings that follow from those in `given`; return the problems found.
 
-    `given` maps the full key of each given setting to where it was given; the others have the
-    default of the schema. `name` is that of the configuration, for its folder.
+    `given` maps the full key of each given setting to the file or argument that gave it; other
+    settings have the schema's default. `name` is the configuration's name, which names its folder.
     """
 
     def default(key: str, value: object) -> None:
@@ -93,8 +93,8 @@ def _fill_in_model(job: JobConfig) -> list[Problem]:
 
 
 def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
-    """Keep the later of `training.steps` and `training.epochs`; 3 epochs for pretrained weights
-    without either.
+    """Resolve `training.steps` and `training.epochs`: the one given later counts. With pretrained
+    weights and neither, train for 3 epochs.
     """
     training = job.training
     data = job.data
@@ -104,7 +104,7 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
         mixed = any(source.weight is not None for source in data.sources.values())
         has_end = not mixed and not any(source.streaming for source in get_sources(data).values())
         if steps is None and job.checkpoint.initial_load_path and has_end:
-            training.epochs = 3.0  # as in transformers
+            training.epochs = 3.0  # the default of transformers
     elif steps is None and not training.epochs:
         text = "training.epochs = 0 trains nothing. Set it to more, or leave it out."
         return [Problem("training.epochs", text)]
@@ -121,13 +121,13 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
 
 
 def wants_held_out(job: JobConfig) -> bool:
-    """Return True if rows of the training data are held out for a validation or an evaluation."""
+    """Return True if the run holds out rows of its training data for validation or evaluation."""
     return job.validation.enable or (job.evaluation.enable and not job.evaluation.path)
 
 
 def is_derived(job: JobConfig, key: str) -> bool:
-    """Return True for a setting that `fill_in` derives from others: it is not saved, so that those
-    can be changed.
+    """Return True if `fill_in` derives the setting from others. It is not saved, so that those can
+    be changed.
     """
     if key == "training.steps":
         return job.training.epochs > 0
@@ -138,10 +138,9 @@ def is_derived(job: JobConfig, key: str) -> bool:
 
 def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixed"]:
     """Detect the kind of data at `path` by file names: rows for fine-tuning, plain documents, or
-    both in a folder.
+    both in one folder.
 
-    A path that does not exist is rows if its name is that of a dataset of the hub or of a file of
-    rows.
+    A path that does not exist counts as rows if its name is a hub id or the name of a file of rows.
     """
     found = Path(os.path.expanduser(path))
     if not found.is_dir():
@@ -158,7 +157,9 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
 
 
 def _fill_in_data(job: JobConfig, *, is_given: bool) -> list[Problem]:
-    """Set `data.dataset` by the files at the paths, unless it `is_given`; return contradictions."""
+    """Set `data.dataset` from the files at the paths, unless it `is_given`; return
+    contradictions.
+    """
     data = job.data
     sources = get_sources(data).values()
     kinds: dict[str, Any] = {

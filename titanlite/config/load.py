@@ -1,7 +1,8 @@
-"""Loading of a checked `JobConfig` from the command line, and saving as TOML.
+"""Loading of a checked `JobConfig` from the command line, and saving it as TOML.
 
 Each value is set by `OmegaConf.update`, which converts it to the declared type. `from_dotlist` and
-`from_cli` would read YAML 1.1 before they know the type: `off` would become False, `12:30` 750.
+`from_cli` would read it as YAML 1.1 before they know the type: `off` would become False, and
+`12:30` would become 750.
 """
 
 import json
@@ -51,7 +52,7 @@ Every setting with its type and default: docs/config.md
 """
 
 _FILE_FLAGS = ("config", "job.config_file")
-CODE = "configuration"  # the place of a setting that Python gives
+CODE = "configuration"  # named in messages about settings given in Python
 _KINDS = {
     int: "a whole number",
     float: "a number",
@@ -65,11 +66,11 @@ _OTHER_NAMES = (
 
 
 def load_config(argv: Sequence[str]) -> JobConfig:
-    """Read the TOML file and the overrides named by the arguments `argv`; on `--help` print a text
-    and leave.
+    """Read the TOML file and the overrides in the arguments `argv`; for `--help`, print a help text
+    and exit.
 
     Raises ConfigError: an argument, the file, a key or a value is wrong or out of range
-    (`check_values`); all problems.
+    (`check_values`); lists all problems.
     """
     reader = Reader()
     path = reader.read_arguments(argv)
@@ -79,10 +80,10 @@ def load_config(argv: Sequence[str]) -> JobConfig:
 
 
 def save_resolved(job: JobConfig, path: str | Path) -> None:
-    """Write `job` to the TOML file `path`, which `load_config` reads as `job` again. Its folder is
-    made.
+    """Write `job` to the TOML file `path`, in a form that `load_config` reads as `job` again. Its
+    folder is created.
 
-    Raises OSError: the file cannot be written; one that was there before is left as it was.
+    Raises OSError: the file cannot be written; an existing file keeps its content.
     """
     lines: list[str] = []
     for section, settings in get_sections_of(job).items():
@@ -126,24 +127,24 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 class Reader:
-    """A configuration that is being filled, where each value was given, and all problems."""
+    """A configuration that is being filled, with the origin of each value and all problems."""
 
     def __init__(self) -> None:
-        # here: kernels and their benchmarks run where it is missing
+        # imported here, because kernels and their benchmarks run where it is not installed
         from omegaconf import OmegaConf
 
         self.omegaconf = OmegaConf
         self.config: Any = OmegaConf.structured(JobConfig)
-        self.overrides: list[tuple[str, str, str]] = []  # where, key, text
-        self.given: dict[str, str] = {}  # key or section -> where
+        self.overrides: list[tuple[str, str, str]] = []  # (origin, key, text)
+        self.given: dict[str, str] = {}  # key or section -> origin
         self.problems: list[tuple[str, str]] = []  # where, text
-        # keys and sections with a problem: a second one about the same would mislead
+        # keys and sections with a problem: a second problem of the same key would mislead
         self.wrong: set[str] = set()
-        self.is_whole = True  # False: a file that might set what is missing cannot be read
+        self.is_whole = True  # False: a file that might set the missing values cannot be read
 
     def read_arguments(self, argv: Sequence[str]) -> str | None:
-        """Return the configuration file, and keep the overrides for `finish`; on `--help` print a
-        text and leave.
+        """Return the configuration file, and store the overrides for `finish`; for `--help`, print
+        a help text and exit.
         """
         paths: list[str] = []
         queue = list(argv)
@@ -174,8 +175,8 @@ class Reader:
         return None
 
     def read_file(self, path: str) -> dict[str, object]:
-        """Return the parsed TOML file; an empty table, with a problem noted, if it cannot be
-        read.
+        """Return the parsed TOML file; if it cannot be read, record a problem and return an empty
+        table.
         """
         try:
             return tomllib.loads(read_regular(path).decode("utf-8"))
@@ -185,7 +186,7 @@ class Reader:
             near = find_near(file.stem, [found.stem for found in file.parent.glob("*.toml")])
             hint = f"Did you mean '{file.with_name(near)}.toml'?" if near else "Check --config."
             self.refuse(path, f"{what}. {hint}{_list_configs()}")
-        # no UTF-8, no TOML, too many digits or brackets
+        # invalid UTF-8, invalid TOML, too many digits or brackets
         except (ValueError, RecursionError) as error:
             self.refuse(
                 path,
@@ -207,13 +208,13 @@ class Reader:
                 self.set(where, key, value)
 
     def _set_text(self, where: str, key: str, text: str) -> None:
-        """Set one setting by an override of the command line, or one entry of a table."""
+        """Set one setting from an override of the command line, or one entry of a table."""
         table, _, name = key.rpartition(".")
         setting = find_setting(key)
         value: Any = text
         if setting is None and table.endswith(TABLES) and find_setting(table) is not None:
             entries: dict[str, Any] = {}
-            with suppress(ConfigError):  # what is there is refused by itself
+            with suppress(ConfigError):  # the present value has its own problem
                 job = cast(JobConfig, self.omegaconf.to_object(self.config))
                 entries |= parse_object(table, get_value(job, table))
             with suppress(ValueError):
@@ -228,7 +229,7 @@ class Reader:
         self.set(where, key, value)
 
     def set(self, where: str, key: str, value: Any) -> None:
-        """Set one setting, or note why the value does not fit it."""
+        """Set one setting, or record why the value does not fit it."""
         setting = find_setting(key)
         if setting is None:
             self._refuse_key(where, key, value)
@@ -259,8 +260,8 @@ class Reader:
             self.config.data.sources[name] = SourceSection()
 
     def _refuse_key(self, where: str, key: str, value: object) -> None:
-        """Note that `key` is a section, or unknown, with the nearest ones or what there is to
-        choose from.
+        """Record that `key` is unknown, with the nearest keys, or that it is a section, with its
+        settings.
         """
         is_table = isinstance(value, dict)
         of_sources = key.startswith(SOURCES)
@@ -284,13 +285,13 @@ class Reader:
         self.refuse(where, problem + hint, *(["data"] if of_sources else [key, *near]))
 
     def refuse(self, where: str, problem: str, *wrong: str) -> None:
-        """Note a problem about the keys `wrong`."""
+        """Record a problem of the keys `wrong`."""
         self.problems.append((where, problem))
         self.wrong.update(wrong)
 
     def add(self, problems: Iterable[Problem], path: str) -> None:
-        """Note problems where their settings were given, else in the file `path`, except for keys
-        that already have one.
+        """Record problems under the origin of their settings, or else under the file `path`. Keys
+        that already have a problem are skipped.
         """
         for key, text in problems:
             names = {f"{each}." for each in self.wrong}
@@ -298,9 +299,9 @@ class Reader:
                 self.refuse(self.given.get(key, path), text, key)
 
     def finish(self, path: str | None) -> JobConfig:
-        """Set the overrides and return the configuration; check values only if it `is_whole`.
+        """Apply the overrides and return the configuration; check values only if it `is_whole`.
 
-        Raises ConfigError: all problems.
+        Raises ConfigError: the configuration has problems; lists all of them.
         """
         for override in self.overrides:
             self._set_text(*override)
@@ -318,7 +319,9 @@ class Reader:
 
 
 def _find_misfit(setting: Setting, value: Any) -> str:
-    """Say what OmegaConf would convert all the same, or does not know; or ""."""
+    """Return the problem of a value that OmegaConf would convert anyway, or cannot judge; "" if it
+    fits.
+    """
     is_free = setting.calls is not None and is_extension(value)
     if setting.choices and value not in (*setting.choices, None) and not is_free:
         near = find_near(str(value), setting.choices)
@@ -331,15 +334,13 @@ def _find_misfit(setting: Setting, value: Any) -> str:
         return f"does not fit. Write {_KINDS[setting.kind]}."
     if "${" in str(value) or value == "???":
         return "holds '${' or is '???', which OmegaConf resolves. Write the value it stands for."
-    # bytes of the command line that are not UTF-8 come as surrogates
+    # Bytes of the command line that are not UTF-8 arrive as surrogates.
     if any("\ud800" <= char <= "\udfff" for char in str(value)):
         return "is not valid UTF-8 text. Use UTF-8."
     return ""
 
 
 def _list_configs() -> str:
-    """' Files in configs: a.toml, b.toml' or nothing; what a user who forgot the file's name
-    needs.
-    """
+    """Return ' Files in configs: a.toml, b.toml' for a user who left out the file, or ""."""
     names = sorted(path.name for path in Path("configs").glob("*.toml"))
     return f" Files in configs: {list_names(names)}" if names else ""

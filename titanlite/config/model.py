@@ -1,5 +1,5 @@
-"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: those of any
-other model.
+"""`ModelConfig`: the sizes and switches of the native decoder; `TransformersConfig`: a model that
+transformers implements.
 """
 
 import math
@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 def setting(default: Any, doc: str = "", **metadata: Any) -> Any:
     """Return a dataclass field with its documentation; mutable defaults are copied per instance.
 
-    `choices`: values of a text that may also name an extension; others are a Literal. `calls`: how
-    an extension (`base.extension`) is called that it may name; None: it may not. `is_list`: text
-    with commas, which may be a list. `ge, gt, le, lt, also`: bounds of a number, and a value that
-    it may have too; by default 0 or more. `only_for`: what the setting, or all of a section, has no
-    effect without (`check.find_ignored`).
+    `choices`: values of a string setting that may also name an extension; a setting without
+    extensions has a Literal type. `calls`: parameter lists with which the extension
+    (`base.extension`) may be called; None: no extension is allowed. `is_list`: a comma-separated
+    string, also accepted as a list. `ge, gt, le, lt`: bounds of a number, by default 0 or more;
+    `also`: one value accepted outside of them. `only_for`: the condition without which the setting,
+    or the whole section, has no effect (`check.find_ignored`).
     """
     metadata["doc"] = doc
     if callable(default):
@@ -32,11 +33,11 @@ def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings, for sequences longer than those of pretraining.
+    """Frequency scaling of rotary embeddings, for sequences longer than in pretraining.
 
     `linear` (arXiv:2306.15595) divides all frequencies by `factor`. `llama3` and `yarn`
-    (arXiv:2309.00071) divide low ones and keep high ones, each with a transition of its own; `yarn`
-    scales queries and keys, too. Which field belongs to which type is in `ROPE_FIELDS`.
+    (arXiv:2309.00071) divide low frequencies and keep high ones, with different transitions; `yarn`
+    also scales queries and keys. `ROPE_FIELDS` lists the fields of each type.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"] = size("Which of the scalings.", "linear")
@@ -61,7 +62,7 @@ class RopeScaling:
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on queries and keys that keeps attention sharp over more tokens; 1 except in
+        """Factor on queries and keys that keeps attention sharp over longer sequences; 1 except in
         yarn.
         """
         if self.rope_type != "yarn":
@@ -73,11 +74,13 @@ class RopeScaling:
         return self.get_sharpness(1.0)
 
     def get_sharpness(self, weight: float) -> float:
-        """YaRN's factor on queries and keys of longer sequences, its logarithm weighed."""
+        """Return YaRN's factor on queries and keys: 1 + 0.1 * `weight` * ln(`factor`), or 1 for
+        factors up to 1.
+        """
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-# Fields of `RopeScaling` that each type has, and those of them that a config.json may leave out.
+# Fields of `RopeScaling` for each type: all of them, and those that a config.json may omit.
 ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "llama3": (
@@ -93,7 +96,7 @@ ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of one decoder-only transformer. Dense when `num_experts` is 0."""
+    """Architecture of a decoder-only transformer. Dense if `num_experts` is 0."""
 
     family: str = size(
         "Model family, names the Hugging Face classes and checkpoint keys.", "qwen3", override=False
@@ -110,7 +113,7 @@ class ModelConfig:
     max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
     rms_norm_eps: float = size("Epsilon of RMSNorm.", 1e-6)
     rope_theta: float = size("Base of the rotary frequencies.", 1000000.0)
-    # as a table of its own
+    # set as its own table
     rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
     partial_rotary_factor: float = size(
         "Part of each head that rotary embeddings turn.", 1.0, override=False
@@ -133,8 +136,8 @@ class ModelConfig:
         "With latent attention, neighbours are rotated, not halves.", False
     )
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
-    # Not part of a model's identity: saved configurations name the tokenizer's padding, whatever a
-    # run did with it.
+    # Ignored when models are compared: saved configurations have the tokenizer's padding token,
+    # even if a run did not use it.
     pad_token_id: int | None = field(
         default=None,
         compare=False,
@@ -190,7 +193,7 @@ class ModelConfig:
     linear_conv_kernel_dim: int = size("Tokens that its convolution sees.", 0)
 
     def has_window(self, layer: int) -> bool:
-        """Return True if attention of this layer has the sliding window."""
+        """Return True if attention in this layer uses the sliding window."""
         kinds = self.window_pattern or "s"
         return self.sliding_window > 0 and kinds[layer % len(kinds)] == "s"
 
@@ -208,8 +211,8 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on the scores, of all of a head: YaRN's on queries and keys covers what is rotated
-        alone.
+        """Factor on the scores. It applies YaRN's scaling to whole heads here, because scaled
+        queries and keys would only cover the rotated part.
         """
         scaling = self.rope_scaling
         scale = self.qk_head_dim**-0.5
@@ -225,27 +228,27 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A model that transformers implements: what the rest of titanlite asks about it. Sizes are of
-    the text model.
+    """A model that transformers implements, with the facts that the rest of titanlite needs. Sizes
+    are those of the text model.
     """
 
-    family: str  # `model_type` of its config.json
+    family: str  # `model_type` in its config.json
     architecture: str
     hf: Mapping[str, Any]  # the content of its config.json
     vocab_size: int
     hidden_size: int
     num_layers: int
-    # query heads * head width; where keys and values differ in width, their mean
+    # query heads * head width; if keys and values differ in width, their mean
     attention_width: int
     max_position_embeddings: int | None
     num_experts: int  # routed experts of the largest MoE layer; 0 for a dense model
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
-    # tokens from which on rotary frequencies depend on the longest sequence of a forward
+    # sequence length from which on rotary frequencies depend on the longest sequence of a forward
     rope_limit: int | None = None
     num_dense_layers: int = 0  # always 0: the class decides which layers are MoE
-    why: str = ""  # the reason that it is not the native decoder, for the log
+    why: str = ""  # why it is not the native decoder, for the log
 
 
 AnyModelConfig = ModelConfig | TransformersConfig
@@ -254,8 +257,8 @@ AnyModelConfig = ModelConfig | TransformersConfig
 def overrides_of(
     name: str, own: Iterable[Field[Any]], *more: tuple[str, Any, Any], module: str = __name__
 ) -> type:
-    """Return a section with the fields `own`, where None keeps what is there, and `more`; it is
-    pickled by the `name` that it has in `module`.
+    """Return a section class with the fields `own`, in which None means "not overridden", and the
+    fields `more`. It is pickled as `name` in `module`.
     """
     optional = [
         (each.name, cast(type, each.type) | None, field(default=None, metadata=each.metadata))
@@ -268,7 +271,8 @@ def _sizes(config: type) -> list[Field[Any]]:
     return [each for each in fields(config) if each.metadata.get("override", True)]
 
 
-# Every size of the architecture may be overridden; None keeps what the flavor or config.json says.
+# Every size of the architecture may be overridden; None means the value of the flavor or
+# config.json.
 RopeOverrides = overrides_of("RopeOverrides", _sizes(RopeScaling))
 ModelOverrides = overrides_of(
     "ModelOverrides",

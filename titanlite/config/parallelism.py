@@ -1,5 +1,5 @@
-"""Parallelism degrees: resolved and checked against world size and model, without torch, alike on
-all ranks.
+"""Parallelism degrees, resolved and checked against world size and model: without torch, and with
+the same result on all ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,14 +12,14 @@ from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConf
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
 from titanlite.config.settings import get_value
 
-# Examples of an optimizer step where none is set, by whether it is DPO: how many, their name, and
-# where that is from.
+# Examples of an optimizer step if the batch size is not set, by whether it is DPO: number, unit,
+# and source.
 BATCHES = {
     False: (16, "examples", "QLoRA, arXiv:2305.14314"),
     True: (32, "pairs", "Zephyr, arXiv:2310.16944"),
 }
-_SEQ_LEN = 2048  # where none is set
-# Settings that are chosen for the GPUs where they are not written, and their values elsewhere.
+_SEQ_LEN = 2048  # if it is not set
+# Settings that are chosen for the GPUs if they are not set, and their values if nothing is chosen.
 CHOSEN: Mapping[str, int | str] = {
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.context_parallel_degree": 1,
@@ -34,10 +34,10 @@ class Degrees:
     """Resolved degrees. Dense mesh: (dp_replicate, fsdp = dp_shard * cp, tp); sparse mesh:
     (dp_replicate, efsdp, ep).
 
-    Both cover the ranks of one pipeline stage, which are neighbours. FSDP shards over dp_shard and
-    cp: cp ranks have the same parameters, and gradients of other tokens. A group of ep neighbours
-    among dp_shard, cp and tp splits the experts, for between layers all of them hold different
-    tokens.
+    Both meshes cover the ranks of one pipeline stage, which are neighbours. FSDP shards over
+    dp_shard and cp: cp ranks have the same parameters, and gradients of different tokens. Experts
+    are split over ep neighbouring ranks of dp_shard, cp and tp, since all of these hold different
+    tokens between layers.
     """
 
     dp_replicate: int = 1
@@ -46,16 +46,18 @@ class Degrees:
     ep: int = 1
     cp: int = 1
     pp: int = 1
-    layers: tuple[int, ...] = ()  # of each pipeline stage, as configured; empty: split evenly
+    layers: tuple[int, ...] = ()  # layers of each stage, as configured; empty: split evenly
 
     @property
     def dp(self) -> int:
-        """Ranks that read different sequences."""
+        """Number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the dense parameters, or of their tp shards."""
+        """Number of ranks that one copy of the dense parameters, or of their tp shards, is sharded
+        over.
+        """
         return self.dp_shard * self.cp
 
     @property
@@ -64,19 +66,19 @@ class Degrees:
 
     @property
     def ranks_per_sequence(self) -> int:
-        """Ranks that read the same sequences and hold other positions of them between layers: a
-        group of cp * tp.
+        """Number of ranks (cp * tp) that read the same sequences, and hold different positions of
+        them between layers.
         """
         return self.cp * self.tp
 
     @property
     def efsdp(self) -> int:
-        """Ranks that share one copy of an expert shard."""
+        """Number of ranks that one expert-parallel shard is sharded over."""
         return self.fsdp * self.tp // self.ep
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage, which hold one copy of its layers or several."""
+        """Number of ranks of a pipeline stage, which hold one or several copies of its layers."""
         return self.dp_replicate * self.fsdp * self.tp
 
     @property
@@ -87,9 +89,9 @@ class Degrees:
         return rank // self.stage_size
 
     def stage_sizes(self, num_layers: int) -> list[int]:
-        """Return the number of layers of each pipeline stage. The remainder goes to the stages next
-        to the last: that has the output head, and the first holds the activations of most
-        micro-batches.
+        """Return the number of layers of each pipeline stage. The remainder goes to the stages just
+        before the last one: the last stage also has the output head, and the first holds the
+        activations of most micro-batches.
         """
         if self.layers:
             return list(self.layers)
@@ -104,20 +106,20 @@ class Degrees:
         return range(start, start + sizes[stage])
 
     def turns_ahead(self, stage: int) -> int:
-        """Count the most forwards that a stage runs ahead of its backwards: one for each later
+        """Return how many forwards a stage runs ahead of its backwards at most: one for each later
         stage.
         """
         return self.pp - 1 - stage
 
     def waiting(self, num_micro_batches: int) -> float:
-        """Return the bubble: the share of a step that a rank waits for other stages, (p - 1) / (n +
-        p - 1).
+        """Return the bubble, the fraction of a step in which a rank waits for other stages: (p - 1)
+        / (n + p - 1).
         """
         return (self.pp - 1) / (num_micro_batches + self.pp - 1)
 
     @property
     def experts_on_own_mesh(self) -> bool:
-        """True if experts are sharded over other ranks than dense parameters."""
+        """True if experts are sharded over different ranks than dense parameters."""
         return self.tp > 1 or self.ep > 1
 
     def expert_shard_dim(self, num_experts: int) -> int:
@@ -135,14 +137,15 @@ class Degrees:
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Sizes of a part of a layer; mappings have their names for messages.
+    """Sizes of a part of a layer; the keys of mappings are names for messages.
 
     Attributes:
-        splits: what tensor parallelism divides.
-        heads: what context parallelism exchanges inside the part. It divides the first one, and
-            divides or is a multiple of the others.
-        inputs: widths that enter a product whose weight tensor parallelism splits along them.
-        core_flops: forward FLOPs per token where tokens meet, by the length of a sequence.
+        splits: sizes that tensor parallelism divides.
+        heads: numbers of heads that context parallelism exchanges inside the part. Its degree must
+            divide the first one, and must divide or be a multiple of the others.
+        inputs: input widths of matmuls whose weight tensor parallelism splits along that dim.
+        core_flops: forward FLOPs per token of the operation that mixes tokens, as a function of the
+            sequence length.
     """
 
     splits: Mapping[str, int] = field(default_factory=dict)
@@ -161,8 +164,8 @@ def set_values(job: JobConfig, values: Mapping[str, int | str]) -> JobConfig:
 
 
 def close_settings(job: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
-    """Return `job` with the values that `CHOSEN` has where none are written, and the keys of
-    these.
+    """Return `job` with the values in `CHOSEN` for settings that are not set, and the keys of these
+    settings.
     """
     unwritten = tuple(key for key in CHOSEN if get_value(job, key) in (0, "auto"))
     return set_values(job, {key: CHOSEN[key] for key in unwritten}), unwritten
@@ -171,7 +174,7 @@ def close_settings(job: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
 def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     """Fill in data_parallel_shard_degree = -1 and check that the degrees multiply to `world_size`.
 
-    Raises ConfigError: they do not, or the experts cannot be split so.
+    Raises ConfigError: they do not, or the experts cannot be split this way.
     """
     shard = section.data_parallel_shard_degree
     tp = section.tensor_parallel_degree
@@ -214,7 +217,10 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
 
 
 def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
-    """Parse `pipeline_parallel_layers`. ConfigError: not one number for each stage."""
+    """Parse `pipeline_parallel_layers`.
+
+    Raises ConfigError: it is not one number for each stage.
+    """
     text = section.pipeline_parallel_layers
     pp = section.pipeline_parallel_degree
     words = [word.strip() for word in text.split(",")] if text else []
@@ -230,9 +236,9 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
 def check_parallelism(
     job: JobConfig, model: AnyModelConfig, degrees: Degrees, parts: Iterable[PartSizes]
 ) -> list[str]:
-    """Return everything that the model's sizes and the batch sizes forbid, one message each.
+    """Return everything that the model's sizes and the batch sizes rule out, one message each.
 
-    `parts` are those of the native decoder's layers, each kind once (`families.part_sizes`).
+    `parts` are the parts of the native decoder's layers, each kind once (`families.part_sizes`).
     """
     if isinstance(model, TransformersConfig):
         problems = _check_transformers(job, model, degrees)
@@ -338,8 +344,8 @@ def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
 
 
 def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
-    """Return the heads that context parallelism cannot exchange, of those that tensor parallelism
-    leaves.
+    """Return a problem for each kind of heads, as divided by tensor parallelism, that context
+    parallelism cannot exchange.
     """
     tp = degrees.tp
     cp = degrees.cp
@@ -359,7 +365,7 @@ def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
-    """Return what a class of transformers cannot do here, and settings that it would ignore."""
+    """Return the features that a transformers class lacks, and the settings that it ignores."""
     what = f"{model.architecture} is transformers' implementation"
     form = job.lora.base_dtype
     backend = job.model.attention_backend
@@ -422,8 +428,8 @@ def _texts(*rows: tuple[object, str]) -> list[str]:
 
 
 def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Check what holds for models of both kinds: when parameters are freed, batches, and lengths of
-    sequences.
+    """Return the problems that models of both kinds can have: when parameters are freed, batch
+    sizes, and sequence lengths.
     """
     parallelism = job.parallelism
     training = job.training
@@ -480,7 +486,9 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
 
 
 def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:
-    """Return `job` with the tokens per sequence where none are set: 2048, or the model's limit."""
+    """Return `job` with the tokens per sequence, if they are not set: 2048, or the model's
+    limit.
+    """
     if job.training.seq_len != -1:
         return job
     if (limit := model.max_position_embeddings or _SEQ_LEN) < _SEQ_LEN:
@@ -499,12 +507,12 @@ def resolve_global_batch_size(
     num_sequences: int | None = None,
     before: int | None = None,
 ) -> int:
-    """Return the sequences of an optimizer step on all ranks.
+    """Return the number of sequences in an optimizer step on all ranks.
 
-    Where none is set: as many as hold the examples of `BATCHES`, if each holds `examples`, but at
-    most a 32nd of the `num_sequences` of an epoch, so that it has 32 steps or more (as LIMA,
-    arXiv:2305.11206); or `before`, those of the run that is resumed. Rounded down to whole
-    micro-batches on all ranks, at least one each.
+    If it is not set, it is `before`, the number of the run that is resumed. In a new run it holds
+    the examples of `BATCHES`, with `examples` examples in a sequence, but is at most a 32nd of the
+    `num_sequences` of an epoch, so that an epoch has at least 32 steps (as in LIMA,
+    arXiv:2305.11206). It is rounded down to whole micro-batches on all ranks, at least one each.
     """
     total = job.training.global_batch_size
     size = (job.training.local_batch_size or 1) * dp_degree

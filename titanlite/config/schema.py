@@ -1,7 +1,8 @@
-"""The configuration schema: one dataclass per TOML section, names as in torchtitan's TOML files.
+"""The configuration schema: one dataclass per TOML section, with the names of torchtitan's TOML
+files.
 
-`docs/config.md` is generated from here. Nothing heavy is imported: a wrong configuration is refused
-at once.
+`docs/config.md` is generated from it. No heavy package is imported, so that a wrong configuration
+is refused at once.
 """
 
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class OptimizerSection:
 
 
 BLOCK_SIZES = {"fp8": 128, "nf4": 64, "mxfp4": 32}
-"""Values of a row that share a factor, for the values of `lora.base_dtype` that are no dtypes."""
+"""Values of a row that share a scale, for each `lora.base_dtype` that is not a torch dtype."""
 
 
 @dataclass
@@ -494,7 +495,7 @@ class CommSection:
 
 @dataclass
 class JobConfig:
-    """The whole configuration of a run; `titanlite.config.load_config` makes one."""
+    """The whole configuration of a run; `titanlite.config.load_config` returns one."""
 
     job: JobSection = setting(JobSection)
     model: ModelSection = setting(ModelSection)

@@ -1,6 +1,4 @@
-"""All settings: every leaf of the schema by its dotted key, and the values that a configuration
-has.
-"""
+"""All settings: every leaf of the schema by its dotted key, and its value in a configuration."""
 
 import json
 import re
@@ -16,16 +14,16 @@ from titanlite.base.extension import is_extension, load_extension
 from titanlite.config.data import SourceSection
 from titanlite.config.schema import JobConfig
 
-# settings with a table of the user's names, kept as JSON text
+# settings whose value is a table with the user's own names, stored as a JSON string
 TABLES = ("chat_template_kwargs", "fields")
-SOURCES = "data.sources"  # section whose tables the user names
+SOURCES = "data.sources"  # section whose tables have the user's own names
 _SOURCE = re.compile(r"data\.sources\.([a-z]\w*)", re.ASCII)
 
 
 class Problem(NamedTuple):
     """A mistake in a configuration, and what to do about it."""
 
-    key: str  # of the setting, or of the section
+    key: str  # key of the setting, or of the section
     text: str
 
 
@@ -34,7 +32,7 @@ class Setting(NamedTuple):
 
     key: str  # dotted: section.name
     kind: type  # int, float, bool or str
-    choices: tuple[str, ...]  # allowed values, next to extensions; empty: any
+    choices: tuple[str, ...]  # allowed values, in addition to extensions; empty: any
     optional: bool  # None is allowed
     default: Any
     metadata: Mapping[str, Any]  # see `model.setting`
@@ -53,14 +51,17 @@ class Setting(NamedTuple):
 
     @property
     def calls(self) -> tuple[str, ...] | None:
-        """How an extension is called that the setting may name; None: it may not."""
+        """Parameter lists with which an extension named by the setting may be called; None: no
+        extension is allowed.
+        """
         return self.metadata.get("calls")
 
 
 def walk_schema(schema: Any, section: str = "", only_for: str = "") -> Iterator[Setting]:
-    """Yield the settings of `schema` and of the sections inside it, in order, without the sources'.
+    """Yield the settings of `schema` and of the sections inside it, in order, except the sources'
+    settings.
 
-    Settings without `only_for` have the one of their section.
+    A setting without `only_for` gets that of its section.
     """
     hints = get_type_hints(schema)
     for item in fields(schema):
@@ -84,7 +85,9 @@ def get_settings() -> dict[str, Setting]:
 
 @cache
 def get_sections() -> dict[str, list[Setting]]:
-    """Return the settings of each section, nested sections (`model.overrides`) on their own."""
+    """Return the settings of each section; nested sections (`model.overrides`) are separate
+    entries.
+    """
     sections: dict[str, list[Setting]] = {}
     for setting in get_settings().values():
         sections.setdefault(setting.section, []).append(setting)
@@ -98,8 +101,8 @@ def get_source_section(name: str) -> list[Setting]:
 
 
 def find_section(key: str) -> list[Setting] | None:
-    """Return the settings of section `key`, or None if there is no such section; `data.sources` has
-    tables only.
+    """Return the settings of section `key`, or None if there is no such section. `data.sources` has
+    no settings, only tables.
     """
     if key == SOURCES:
         return []
@@ -114,7 +117,7 @@ def find_setting(key: str) -> Setting | None:
 
 
 def get_sections_of(job: JobConfig) -> dict[str, list[Setting]]:
-    """Return `get_sections`, with the tables of `data.sources` that `job` has."""
+    """Return `get_sections`, extended by the tables of `data.sources` that `job` has."""
     return get_sections() | {
         f"{SOURCES}.{name}": get_source_section(name) for name in job.data.sources
     }
@@ -128,7 +131,7 @@ def get_values(job: JobConfig) -> Iterator[tuple[Setting, Any]]:
 
 
 def find_extension_problems(job: JobConfig) -> list[str]:
-    """Return what is wrong with the user's functions that settings of `job` name. Imports their
+    """Return the problems of the user's functions that settings of `job` name. Imports their
     modules.
     """
     problems = []
@@ -152,8 +155,8 @@ def get_value(job: JobConfig, key: str) -> Any:
 
 
 def find_nearest(key: str) -> list[str]:
-    """Return the settings that an unknown `key` may have meant, at most three: a near name in its
-    section, a near key, or the same name in other sections.
+    """Return at most three settings that an unknown `key` may have meant: a similar name in its
+    section, a similar key, or the same name in other sections.
     """
     section, _, name = key.rpartition(".")
     names = [setting.name for setting in find_section(section) or []]
@@ -164,7 +167,7 @@ def find_nearest(key: str) -> list[str]:
 
 
 def spell_dtype(text: str) -> str:
-    """Return `bfloat16` for `bf16` or `torch.bfloat16`, and so on; other texts in small letters."""
+    """Return `bfloat16` for `bf16` or `torch.bfloat16`, and so on; other strings in lower case."""
     name = text.lower().removeprefix("torch.")
     return {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(
         name, name
@@ -172,12 +175,12 @@ def spell_dtype(text: str) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return `value` as TOML writes it: one line, strings quoted and escaped, floats that read back
+    """Return `value` in TOML syntax: one line, strings quoted and escaped, floats that read back
     equal.
     """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # which JSON leaves as it is
+        # JSON does not escape this character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value)
