@@ -1,3 +1,3 @@
-"""Floor of the package: errors, log, files, text for people, agreement of ranks, timers. Imports no
-other room.
+"""Base of the package: errors, log, files, text formatting, agreement of ranks, timers. Imports no
+other subpackage.
 """

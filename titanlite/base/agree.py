@@ -1,5 +1,5 @@
 """Errors raised together: a problem of one rank is raised on all ranks, so that none waits for
-another in vain.
+another forever.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ from titanlite.base.process import read_rank
 from titanlite.base.text import list_names
 
 _T = TypeVar("_T")
-# "remote process" is of ncclRemoteError: "... a remote process exiting prematurely", "... remote
+# "remote process" is in ncclRemoteError: "... a remote process exiting prematurely", "... remote
 # process exited".
 _NCCL_SIGNS_OF_A_LOST_PEER = (
     "remote process",
@@ -31,13 +31,13 @@ _NCCL_SIGNS_OF_A_LOST_PEER = (
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise the `TitanliteError` of the body on all ranks, as one error of the class of the first.
+    """Raise a `TitanliteError` of the body on all ranks, as one error of the first error's class.
 
-    A text that several ranks have is there once; ranks are named unless all have it. The body must
-    have no collectives. Other exceptions end the rank, and with it the run.
+    A text that several ranks raise appears once, with the ranks' numbers unless all ranks raise it.
+    The body must have no collectives. Other exceptions end the rank, and with it the run.
 
-    Collectives: one all-gather of small objects over `group` (the default one), which waits for
-    all; every rank must call.
+    Collectives: one all-gather of small objects over `group` (the default one), which waits for all
+    ranks; every rank must call.
     """
     failure: TitanliteError | None = None
     try:
@@ -52,7 +52,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """Return the small objects of all ranks, in their order.
+    """Return the small objects of all ranks, in the order of the ranks.
 
     Collectives: one all-gather over `group` (the default one), if there is one; every rank must
     call.
@@ -65,7 +65,9 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
-    """Return the problems of all ranks, each once, with the ranks that have it if not all have."""
+    """Return the problems of all ranks, each one once, with the ranks that have it unless all ranks
+    do.
+    """
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
     for rank, problems in enumerate(gathered):
         for problem in problems:
@@ -79,8 +81,8 @@ def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
 
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of all ranks, on the host, whose collectives wait that long. Collective: every
-    rank must call.
+    """Return a group of all ranks on the host, whose collectives wait for `timeout`. Collective:
+    every rank must call.
     """
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
@@ -88,8 +90,8 @@ def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """Return what `function()` returns on rank 0, on all ranks; its `TitanliteError` is raised on
-    all of them.
+    """Return the result of `function()` on rank 0 on all ranks; its `TitanliteError` is raised on
+    all ranks.
 
     Collectives: one broadcast of the pickled result over `group` (the default one); every rank must
     call.
@@ -111,15 +113,15 @@ def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = 
 
 
 def get_rank() -> int:
-    """Return this rank's number, also before the process group exists."""
+    """Return this rank's number, even before the process group exists."""
     return dist.get_rank() if dist.is_initialized() else read_rank()
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return True if a collective failed because another rank is gone or hangs."""
+    """Return True if a collective failed because another rank ended or hangs."""
     text = str(error)
     if isinstance(error, dist.DistBackendError) and "gloo" not in text:
-        # NCCL: a rank's own trouble (memory, /dev/shm, two ranks on one GPU) is reported as any
-        # error is.
+        # NCCL reports a rank's own trouble too (memory, /dev/shm, two ranks on one GPU): it must
+        # not match.
         return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)

@@ -1,19 +1,19 @@
-"""Errors meant for the user: `<where>: <what is wrong, with every number and name>. <what to do>.`
+"""Errors for the user: `<where>: <what is wrong, with every number and name>. <what to do>.`
 
-Problems are collected and raised once, on all ranks, so that none is left waiting.
+Problems are collected and raised once, on all ranks, so that no rank waits for the others.
 """
 
 from collections.abc import Iterable
 
-# Environment variable with a folder where the ranks of one launch agree who prints an error that
-# all of them have.
+# Environment variable: a folder in which the ranks of a launch agree which of them prints an error
+# that all of them have.
 NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
-# Environment variable with the endpoint and the id where the machines of a run meet, if any of them
-# may be lost.
+# Environment variable: endpoint and id of the rendezvous of a run's machines, if the run may lose
+# machines.
 RENDEZVOUS = "TITANLITE_RENDEZVOUS"
-# Exit codes of ranks that a launcher does not start again: a new start would end in the same way.
+# Exit codes of ranks that a launcher does not start again, because they would end in the same way.
 NEVER_RESTARTED = (2,)
-_MOST_LISTED = 1000  # a wrong checkpoint may be wrong in every one of 18,867 tensors
+_MOST_LISTED = 1000  # a wrong checkpoint may have an error in each of its 18,867 tensors
 
 
 class TitanliteError(Exception):
@@ -21,7 +21,7 @@ class TitanliteError(Exception):
     on it.
     """
 
-    exit_code = 2  # of a rank that it ends; 3 if a restart from the last checkpoint may succeed
+    exit_code = 2  # of the rank that it ends; 3 if a restart from the last checkpoint may succeed
 
 
 class ConfigError(TitanliteError):
@@ -49,20 +49,20 @@ class CheckpointError(TitanliteError):
 
 
 class TrainingError(TitanliteError):
-    """Training cannot go on: a loss or gradient is not finite, or memory ran out."""
+    """Training cannot continue: a loss or gradient is not finite, or memory ran out."""
 
 
 class TransientError(TrainingError):
-    """Training cannot go on, but a new start from the last checkpoint may: a machine erred, not the
-    run.
+    """Training cannot continue, but a restart from the last checkpoint may: a machine failed, not
+    the run.
     """
 
     exit_code = 3
 
 
 def raise_problems(error: type[TitanliteError], where: str, problems: Iterable[str]) -> None:
-    """Raise one `error` that lists `problems` in order, at most 1,000 of them; return quietly if
-    there are none.
+    """Raise one `error` that lists `problems` in order, at most 1,000 of them; do nothing if there
+    are none.
 
     A single problem reads `where: problem`; several read `where: N problems:` with one indented
     line each.

@@ -1,4 +1,4 @@
-"""The events of a run: one line each in events.jsonl in its folder."""
+"""The events of a run: one line for each, in events.jsonl in the run's folder."""
 
 import json
 import time
@@ -13,8 +13,8 @@ _state: dict[str, AppendedFile] = {}
 
 
 def open_events(dump_folder: Path | None) -> None:
-    """Make `record_event` write into `dump_folder`, which exists; None: nowhere. A resumed run
-    appends.
+    """Make `record_event` write into `dump_folder`, which exists; None: write nothing. A resumed
+    run appends.
     """
     _state.clear()
     if dump_folder is not None:
@@ -22,11 +22,11 @@ def open_events(dump_folder: Path | None) -> None:
 
 
 def record_event(kind: str, text: str, step: int) -> None:
-    """Append one event on rank 0; other ranks, and a process without an open run, write nothing.
+    """Append one event on rank 0; other ranks, and processes without an open run, write nothing.
 
-    `kind` is a word for events alike ("start", "save", "skip", "error", ...), `text` a sentence for
-    people. A file that cannot be written is a warning, because an event often precedes a worse
-    error.
+    `kind` is a word for events of the same kind ("start", "save", "skip", "error", ...), and `text`
+    is a sentence for the user. If the file cannot be written, there is only a warning, because an
+    event often precedes a worse error.
     """
     file = _state.get("file")
     if get_rank() or file is None:

@@ -1,4 +1,4 @@
-"""User-defined functions and objects that a setting names, as "package.module:name".
+"""User-defined functions and objects, which settings name as "package.module:name".
 
 The module is imported from the folder of the configuration file, the current folder, PYTHONPATH or
 the environment.
@@ -18,24 +18,27 @@ from titanlite.base.text import describe_error, suggest
 
 FORM = "package.module:name"
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_folders: list[Path] = []  # of configuration files, the latest first
+_folders: list[Path] = []  # folders of configuration files, the latest first
 
 
 def is_extension(value: object) -> bool:
-    """Return True for text of the form "package.module:name"."""
+    """Return True for a string of the form "package.module:name"."""
     return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 def import_from(folder: Path) -> None:
-    """Import extensions from `folder`, that of a configuration file, first."""
+    """Make `folder`, the folder of a configuration file, the first one that extensions are imported
+    from.
+    """
     _folders.insert(0, folder.resolve())
 
 
 def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
-    """Import what the setting `key` = `name` names; `calls` are the parameters it may be called
-    with, see `get_call`.
+    """Import the object that the setting `key` = `name` names. `calls` are the parameter lists with
+    which it may be called, see `get_call`.
 
-    Raises ConfigError: it cannot be imported, is not there, or cannot be called like this.
+    Raises ConfigError: the object cannot be imported, does not exist, or cannot be called with any
+    of them.
     """
     module_name, _, attribute = name.partition(":")
     where = f'{key} = "{name}"'
@@ -54,7 +57,7 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
                 "The module must lie in the folder of the configuration file, in the current "
                 "folder, on PYTHONPATH, or be installed."
             )
-        else:  # it is there, and its code fails
+        else:  # the module exists, and its code fails
             remedy = (
                 f"{_describe_line(error)}. "
                 f"{f'Install {missing}, or correct' if missing else 'Correct'} it there."
@@ -81,8 +84,8 @@ def load_extension(key: str, name: str, calls: Sequence[str] = ()) -> Any:
 
 
 def _describe_line(error: BaseException) -> str:
-    """Return the line of code that raised `error`."""
-    if isinstance(error, SyntaxError):  # the code never ran
+    """Return a sentence with the line of code that raised `error`."""
+    if isinstance(error, SyntaxError):  # the code was never run
         return f"It is in {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
     frames = [
         frame
@@ -94,12 +97,12 @@ def _describe_line(error: BaseException) -> str:
 
 
 def get_call(function: Any, calls: Sequence[str]) -> str | None:
-    """Return the one of `calls`, as "logits, labels", that `function` takes, by names if there are
-    several; or None.
+    """Return the first of `calls`, such as "logits, labels", that fits the parameters of
+    `function`, or None. If there are several, the names must match too.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of C, which does not tell
+    except ValueError:  # a C function without a signature
         return calls[0]
     for call in calls:
         names = call.split(", ")

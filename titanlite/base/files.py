@@ -1,8 +1,8 @@
-"""Files of a user: regular ones only, and those of a run survive a full disk; one run at a time
-writes into a folder.
+"""Safe file access: only regular files are read, a run's records survive a full disk, and one run
+at a time writes to a folder.
 
-Opening a pipe waits for its other end, and reading a device may never end. Records that cannot be
-appended are lost; files that cannot be replaced stay.
+Opening a pipe blocks until its other end opens, and reading a device may never end. Records that
+cannot be appended are lost; a file that cannot be replaced keeps its old content.
 """
 
 import errno
@@ -27,10 +27,10 @@ _MOST_READ_BYTES = 256 << 20  # the largest tokenizer.json of a public model has
 
 
 def check_regular(path: str | Path) -> os.stat_result:
-    """Return the status of a regular file; a link to one is one.
+    """Return the status of a regular file, or of a link to one.
 
-    Raises OSError: there is none, or `path` is a folder, a pipe, a device or a socket; `strerror`
-    says which.
+    Raises OSError: the file does not exist, or `path` is a folder, a pipe, a device or a socket;
+    `strerror` says which.
     """
     status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
@@ -41,9 +41,10 @@ def check_regular(path: str | Path) -> os.stat_result:
 
 
 def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
-    """Open a regular file only: neither waits for the other end of a pipe, nor touches a device.
+    """Open a file if it is a regular one: never wait for the other end of a pipe, never touch a
+    device.
 
-    Raises OSError: as `check_regular`, or it cannot be opened.
+    Raises OSError: as `check_regular`, or the file cannot be opened.
     """
     with suppress(FileNotFoundError):
         check_regular(path)
@@ -51,8 +52,9 @@ def open_regular(path: str | Path, mode: str = "rb", **options: Any) -> IO[Any]:
 
 
 def read_regular(path: str | Path, most_bytes: int | None = _MOST_READ_BYTES) -> bytes:
-    """Return the content of a regular file. Raises OSError: as `open_regular`, or it has more than
-    `most_bytes`; None: no limit.
+    """Return the content of a regular file.
+
+    Raises OSError: as `open_regular`, or the file has more than `most_bytes` (None: no limit).
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -66,7 +68,7 @@ def read_regular(path: str | Path, most_bytes: int | None = _MOST_READ_BYTES) ->
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; nesting that is too deep is a ValueError."""
+    """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -76,23 +78,24 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: str | Path) -> Any:
     """Return the content of a JSON file in UTF-8, of at most 256 MiB.
 
-    Raises OSError, as `read_regular`, or ValueError: it is no UTF-8 or no JSON, or nested too
+    Raises OSError, as `read_regular`, or ValueError: the file is not UTF-8, not JSON, or nested too
     deeply.
     """
     return parse_json(read_regular(path).decode("utf-8"))
 
 
 class AppendedFile:
-    """A file whose records are appended whole or not at all.
+    """A file to which records are appended whole or not at all.
 
-    It is opened each time, its folder made if missing, so that a killed process loses nothing.
+    It is opened for each record, so that a killed process loses none; its folder is created if it
+    is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, record: bytes) -> None:
-        """Write `record`. Raises OSError: it cannot be written, and is lost."""
+        """Write `record`. Raises OSError: the record cannot be written, and is lost."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -111,15 +114,15 @@ def write_atomic(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file next to `path`; on success it replaces `path`, on an error it is
     removed.
     """
-    # Host, process, thread: on some network file systems flock does not reach other hosts, and two
-    # may write at once.
+    # Host, process and thread: on some network file systems flock does not reach other hosts, and
+    # two of them may write at once.
     writer = f"{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}"
     temporary = path.with_name(f"{path.name}.{writer}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            # otherwise a power cut can leave the new name with the right size and zeros inside
+            # Without this, a power cut can leave the new name with the right size and zeros inside.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -129,16 +132,16 @@ def write_atomic(path: Path) -> Iterator[IO[bytes]]:
 def replace_file(path: Path, text: str) -> None:
     """Write `text` to `path`; if that fails, the old content stays.
 
-    Raises OSError: it cannot be written, or `path` is there and no regular file.
+    Raises OSError: the file cannot be written, or `path` exists and is not a regular file.
     """
     with suppress(FileNotFoundError):
-        check_regular(path)  # to replace /dev/null would be an accident
+        check_regular(path)  # replacing /dev/null would be an accident
     with write_atomic(path) as file:
         file.write(text.encode())
 
 
 def sync(path: Path) -> None:
-    """Wait until what was written to a file is on the disk; of a folder, until its names are."""
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -147,23 +150,25 @@ def sync(path: Path) -> None:
 
 
 def is_full(error: OSError) -> bool:
-    """Return True if there is no space, or not for this user or file: it may succeed later."""
+    """Return True if the disk or a quota is full, or the file is too large: a later write may
+    succeed.
+    """
     return error.errno in _NO_SPACE
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOCK_FILE = ".run.lock"
-LOCK_WAIT_S = 10.0  # a process that dies takes a moment to let go
-# The process that writes into a run's folder; `rendezvous` is where the machines of its run meet,
-# if several.
+LOCK_WAIT_S = 10.0  # the lock of a dying process is released after a moment
+# Content of a lock file, used if it cannot be read: the process that writes into the run's folder.
+# `rendezvous` is the rendezvous of the run's machines, if there are several.
 _UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "rendezvous": ""}
 
 
 class FolderLock:
-    """The right to write into a run's folder, until this object or its process is gone, however it
-    ends.
+    """The exclusive right to write into a run's folder, until this object or its process ends,
+    however it ends.
 
-    One per folder and process: a second call gets the same. Reading needs no lock.
+    One per folder and process: a second call returns the same object. Reading needs no lock.
     """
 
     _held: ClassVar["weakref.WeakValueDictionary[Path, FolderLock]"] = weakref.WeakValueDictionary()
@@ -175,15 +180,16 @@ class FolderLock:
     def take(
         cls, folder: Path, rendezvous: str = "", wait_s: float = LOCK_WAIT_S
     ) -> "FolderLock | None":
-        """Lock `folder`, which exists; None if its file system has no locks.
+        """Lock `folder`, which exists; return None if its file system has no locks.
 
-        If another machine of the same rendezvous still holds the lock after `wait_s` seconds, that
-        machine is gone, and the file server has not noticed: its launcher would have ended the
-        process before the machines met again.
+        If a different machine of the same rendezvous still holds the lock after `wait_s` seconds,
+        that machine was lost, and the file server has not noticed. (Its launcher would have ended
+        the process before the machines met again.) The lock is then taken over.
 
-        Raises ConfigError: another process holds it; OSError: the file cannot be made there.
+        Raises ConfigError: another process holds the lock; OSError: the lock file cannot be
+        created.
         """
-        # imported here: the configuration is read without other packages
+        # imported here, because the configuration is read without other packages
         from filelock import FileLock, Timeout
 
         path = folder.resolve() / _LOCK_FILE
@@ -213,15 +219,15 @@ class FolderLock:
             if error.errno in _NO_LOCKS:
                 return None
             raise
-        with suppress(OSError):  # a full disk: others do not learn who it is
+        with suppress(OSError):  # disk full: others cannot read who holds it
             path.write_text(json.dumps(me))
         found = cls._held[path] = cls(lock)
         return found
 
     @classmethod
     def remove_unused(cls) -> None:
-        """Remove the folders that hold nothing but a lock of this process: its run was refused
-        before it wrote.
+        """Remove the folders that contain only a lock of this process: its run was refused before
+        it wrote.
         """
         for path in list(cls._held):
             with suppress(OSError):
@@ -238,7 +244,7 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def render(what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
-    """Return the files that `write` writes into an empty folder, content by file name; raises as
+    """Return the files that `write` writes into an empty folder, content by file name. Raises as
     `saving_as`.
     """
     with saving_as(what), TemporaryDirectory(prefix="titanlite-") as name:
@@ -249,7 +255,7 @@ def render(what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
 
 @contextmanager
 def saving_as(what: str) -> Iterator[None]:
-    """Raise any exception of the body as a CheckpointError: `what` cannot be saved."""
+    """Turn any exception of the body into a CheckpointError: `what` cannot be saved."""
     try:
         yield
     except TitanliteError:

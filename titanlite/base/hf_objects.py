@@ -1,8 +1,9 @@
 """The only loader of objects that transformers builds from a folder or a config.json, which may be
 untrusted.
 
-No code of a model is run or downloaded, nothing is asked on the terminal or unpickled, and the
-network is not used. `tests/unit/base/test_hf_objects.py` finds any other way into transformers.
+A model's code is neither run nor downloaded, nothing is unpickled, nobody is asked on the terminal,
+and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other use of
+transformers' loaders.
 """
 
 import os
@@ -15,8 +16,8 @@ from typing import Any
 from titanlite.base.files import check_regular, read_json
 
 _TEXT_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab")
-# Other values name kernels on the hub, `owner/repository`, whose code transformers downloads and
-# runs.
+# Values other than the known ones name kernels on the hub, `owner/repository`, whose code
+# transformers downloads and runs.
 _IMPLEMENTATIONS = {
     f"{hidden}{what}_implementation" for hidden in ("", "_") for what in ("attn", "experts")
 }
@@ -24,15 +25,15 @@ _OWN_IMPLEMENTATIONS = (None, "eager", "sdpa")
 
 
 def load_from_folder(name: str, folder: str | Path) -> Any:
-    """Return what the class `name` of transformers, such as AutoTokenizer, makes of the files in a
+    """Return the object that the transformers class `name`, such as AutoTokenizer, loads from a
     local folder.
 
-    Raises OSError: a file of the folder is no regular one; or any Exception of transformers, a
-    ValueError that names `trust_remote_code` where classes are code of the folder's own.
+    Raises OSError: a file of the folder is not a regular one. Raises any Exception of transformers:
+    a ValueError that names `trust_remote_code` if the classes are code in the folder.
     """
     import transformers
 
-    # of some models the parts have folders
+    # some models have a folder for each part
     for path in (*Path(folder).glob("*"), *Path(folder).glob("*/*")):
         if path.suffix in _TEXT_FILES and not path.is_dir():
             check_regular(path)
@@ -46,10 +47,8 @@ def load_from_folder(name: str, folder: str | Path) -> Any:
 
 
 def _find_unknown(folder: Path) -> str:
-    """Return a name of a model, in the folder's config.json, that AutoTokenizer would stumble over;
-    or "".
-    """
-    with suppress(OSError, ValueError):  # no JSON: transformers says so
+    """Return a model name in the folder's config.json that AutoTokenizer would not know, or ""."""
+    with suppress(OSError, ValueError):  # invalid JSON: transformers reports it
         hf = read_json(folder / "config.json")
         model_type = hf.get("model_type") if isinstance(hf, dict) and "auto_map" not in hf else None
         return model_type if isinstance(model_type, str) and not is_known(model_type) else ""
@@ -57,7 +56,7 @@ def _find_unknown(folder: Path) -> str:
 
 
 def load_tokenizer_file(file: Path) -> Any:
-    """Return the tokenizer of a single tokenizer.json; raises as `load_from_folder`."""
+    """Return the tokenizer of a single tokenizer.json. Raises as `load_from_folder`."""
     from transformers import PreTrainedTokenizerFast
 
     check_regular(file)
@@ -67,7 +66,7 @@ def load_tokenizer_file(file: Path) -> Any:
 def build_config(hf: Mapping[str, Any]) -> Any:
     """Return the configuration object of `hf`, the content of a config.json.
 
-    Raises Exception: of any kind, what transformers raises.
+    Raises Exception: any error of transformers.
     """
     cls = get_config_class(hf["model_type"], *(hf.get("architectures") or []))
     return cls.from_dict(_without_kernels(decode_floats(dict(hf))))
@@ -83,8 +82,8 @@ def is_known(model_type: str) -> bool:
 def get_config_class(model_type: str, *architectures: str) -> Any:
     """Return transformers' configuration class of `model_type`.
 
-    The name of a user's own family is unknown there. Then it is the class of the first of the
-    `architectures`, or else the one that any model has, under this name.
+    If transformers does not know it, it is the name of a user's own family. Then the class is that
+    of the first known one of the `architectures`, or else the generic one, under this name.
     """
     import transformers
 
@@ -98,7 +97,7 @@ def get_config_class(model_type: str, *architectures: str) -> Any:
 
 
 def decode_floats(value: Any) -> Any:
-    """Return a copy of a JSON value, with numbers for what transformers writes as {"__float__":
+    """Return a copy of a JSON value, with floats in place of transformers' {"__float__":
     "Infinity"}.
     """
     if isinstance(value, Mapping):
@@ -110,13 +109,13 @@ def decode_floats(value: Any) -> Any:
 
 
 def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:
-    """Return a model of the class `cls` from a configuration of `build_config`."""
+    """Return a model of the class `cls`, from a configuration that `build_config` returned."""
     return cls._from_config(config, dtype=dtype)
 
 
 def _without_kernels(value: Any) -> Any:
-    """`value` without what names kernels to compute attention or experts with; that is not for a
-    file to say.
+    """Return `value` without the keys that select kernels for attention or experts: a file must not
+    choose them.
     """
     if isinstance(value, dict):
         return {
@@ -129,8 +128,8 @@ def _without_kernels(value: Any) -> Any:
 
 @contextmanager
 def _no_terminal() -> Iterator[None]:
-    """Empty standard input: transformers asks on the terminal wherever it does not pass
-    `trust_remote_code` on.
+    """Empty standard input: transformers asks on the terminal wherever it does not pass on
+    `trust_remote_code`.
     """
     terminal = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:

@@ -1,6 +1,6 @@
 """One logger for the package.
 
-Rank 0 logs from INFO up, also to `log.txt` in the run's folder. Other ranks log from WARNING up,
+Rank 0 logs from INFO up, to `log.txt` in the run's folder too. Other ranks log from WARNING up,
 with their rank in front.
 """
 
@@ -18,7 +18,7 @@ LOG_FILE = "log.txt"
 
 
 class _RankFormatter(logging.Formatter):
-    """`12:30:01 text` on rank 0, `12:30:01 [rank 3] WARNING text` elsewhere."""
+    """Formatter: `12:30:01 text` on rank 0, and `12:30:01 [rank 3] WARNING text` on other ranks."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank = read_rank()
@@ -31,16 +31,14 @@ class _RankFormatter(logging.Formatter):
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
-    """Handler that writes to `sys.stdout` at the time of the line: a progress bar may have replaced
-    it.
-    """
+    """Handler that writes to the current `sys.stdout`, which a progress bar may have replaced."""
 
     stream = property(lambda self: sys.stdout, lambda self, stream: None)  # type: ignore[assignment]
 
 
 class _FileHandler(logging.FileHandler):
-    """Handler that appends lines to a file; the first failure is told on the console, which has all
-    lines.
+    """Handler that appends lines to a file; the first failure is reported on the console, which
+    shows all lines anyway.
     """
 
     _failed = False
@@ -48,7 +46,7 @@ class _FileHandler(logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # it cannot be opened
+        except OSError:  # the file cannot be opened
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -58,7 +56,7 @@ class _FileHandler(logging.FileHandler):
 
 
 def setup_logger() -> None:
-    """Send the package's log lines to standard output; call once per process, later calls change
+    """Send the package's log lines to standard output. Call once per process; later calls change
     nothing.
     """
     if logger.handlers:
@@ -67,7 +65,7 @@ def setup_logger() -> None:
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
     if read_rank() == 0:
-        # Holds the lines until `log_to_folder` says where they go.
+        # Holds the lines until `log_to_folder` names the folder.
         logger.addHandler(
             logging.handlers.MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize)
         )
@@ -77,14 +75,16 @@ def setup_logger() -> None:
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning, on rank 0 and once per process, however often it is found."""
+    """Log a warning on rank 0, once per process even if the function is called again with the same
+    text.
+    """
     if read_rank() == 0:
         logger.warning("%s", text)
 
 
 def log_to_folder(folder: Path) -> None:
-    """Write rank 0's lines to `log.txt` in `folder` too, those since `setup_logger` included. A
-    resumed run appends.
+    """Write rank 0's lines to `log.txt` in `folder` too, including the lines since `setup_logger`.
+    A resumed run appends.
     """
     for early in logger.handlers[:]:
         if isinstance(early, logging.handlers.MemoryHandler):

@@ -1,4 +1,4 @@
-"""The process: its environment, read and set in `base` and `launch` alone; its console, its
+"""This process: its environment (only `base` and `launch` read and set it), its console, its
 imports, its end.
 
 Without a launcher it is rank 0 of 1.
@@ -37,7 +37,7 @@ def read_ranks_here() -> int:
 
 
 def read_variable(name: str) -> str | None:
-    """Return the text of the variable `name`, or None if it is not set."""
+    """Return the value of the variable `name`, or None if it is not set."""
     return os.environ.get(name)
 
 
@@ -47,7 +47,7 @@ def remove_variable(name: str) -> None:
 
 
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set the variables that are not set; return what each is now."""
+    """Set the variables that are not set; return the resulting value of each."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
 
 
@@ -57,13 +57,14 @@ def get_cache_home() -> Path:
 
 
 def secure_cache() -> None:
-    """Set torch.compile's cache folder to one of the user's own (0700), unless
+    """Set torch.compile's cache folder to a private one of the user (0700), unless
     TORCHINDUCTOR_CACHE_DIR names another.
 
     Libraries in the cache are loaded and run. torch's default is in /tmp, under a name that anybody
     can create first.
 
-    Raises ConfigError: it belongs to another user, others can write to it, or it cannot be made.
+    Raises ConfigError: the folder belongs to another user, other users can write to it, or it
+    cannot be created.
     """
     folder = Path(set_defaults({_CACHE: str(get_cache_home() / "torchinductor")})[_CACHE])
     remedy = f"Set {_CACHE} to a folder of yours that others cannot write to (`chmod go-w`)."
@@ -95,43 +96,44 @@ def environment_kept() -> Iterator[None]:
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHERS_WRITE = 0o022
-# Set by tools that record a process, and write what they have when it is torn down: Nsight Systems,
-# others on CUPTI.
+# Set by profilers, which write their records when the process is torn down: Nsight Systems, and
+# others that use CUPTI.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
-_WANTED_FILES = 65_536  # the usual limit of 1024 ends runs of 400 ranks
-# From glibc's malloc.h.
+_WANTED_FILES = 65_536  # a run of 400 ranks exceeds the usual limit of 1024
+# from glibc's malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _exit_code: int | None = None
-# All of C0 and C1 but tab and newline, and what changes the direction of text: names in a
-# stranger's files must neither steer the terminal nor look like others.
+# All C0 and C1 controls except tab and newline, and characters that change the direction of text:
+# names in untrusted files must neither control the terminal nor look like different names.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with its control characters spelled out, `\\x1b` for an escape."""
+    """Return `text` with its control characters escaped, such as `\\x1b` for the escape
+    character.
+    """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class Console:
-    """Standard output or error: no control character of a text gets through, and any character can
-    be written.
+    """Standard output or error that lets no control character through, and can write any character.
 
-    What draws on a terminal writes to `raw_stream`. Other attributes are those of the stream. With
-    `lossy`, text that cannot be written is dropped, because a run is worth more than its console;
-    otherwise the OSError is raised.
+    Progress bars write to `raw_stream`. Other attributes are the stream's. With `lossy`, text that
+    cannot be written is dropped, because a run is worth more than its console; otherwise the
+    OSError is raised.
     """
 
     def __init__(self, stream: TextIO, *, lossy: bool) -> None:
         self.raw_stream = stream
         self._dropped = (OSError,) * lossy
         if isinstance(stream, io.TextIOWrapper):
-            # an ASCII terminal, or bytes of a path that are no UTF-8
+            # for an ASCII terminal, or bytes in a path that are not UTF-8
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        """Write `text`. Standard error keeps carriage returns: progress bars draw over their line
-        with them.
+        """Write `text`. Standard error keeps carriage returns, with which progress bars redraw
+        their line.
         """
         kept = "\r" if self.raw_stream is sys.__stderr__ else "\n"
         with suppress(*self._dropped):
@@ -151,27 +153,27 @@ class Console:
 
 
 def open_console(*, lossy: bool) -> None:
-    """Put a `Console` in place of standard output and error, for as long as this process lives;
-    call once, early.
+    """Replace standard output and error by a `Console`, until this process ends; call once,
+    early.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             # The descriptor is closed. This call gets its number, so that no later file receives
-            # what is printed.
+            # printed text.
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     sys.stdout, sys.stderr = Console(sys.stdout, lossy=lossy), Console(sys.stderr, lossy=True)  # type: ignore[assignment]
 
 
 def raw_output() -> TextIO:
-    """Return standard output for what draws on the terminal: colors and bars, and no text that was
-    not escaped.
+    """Return standard output for colors and progress bars, without escaping; never write text from
+    files to it.
     """
     return getattr(sys.stdout, "raw_stream", sys.stdout)
 
 
 def begin_process(*, lossy: bool) -> None:
-    """Open the console, let Ctrl-C end this process without a traceback (importing torch is slow),
-    allow many files.
+    """Open the console, make Ctrl-C end this process without a traceback (importing torch is slow),
+    and raise the limit on open files.
     """
     signal.signal(signal.SIGINT, lambda *_: _end_now(128 + signal.SIGINT))
     open_console(lossy=lossy)
@@ -179,8 +181,8 @@ def begin_process(*, lossy: bool) -> None:
 
 
 def allow_many_files() -> None:
-    """Raise the limit on open files as far as this user may: gloo holds a connection to each rank
-    in each group.
+    """Raise the limit on open files as far as this user may: gloo has a connection to each rank in
+    each group.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
@@ -193,9 +195,9 @@ def keep_freed_memory() -> None:
     """Keep freed host memory in this process for its next tensors, as CUDA's caching allocator does
     on GPUs.
 
-    By default glibc returns blocks to the kernel, and the page faults of getting them again take a
-    tenth of a small model's CPU time in each step. The peak is unchanged. No-op if the C library is
-    not glibc.
+    By default glibc returns blocks to the kernel; the page faults when they are allocated again
+    take a tenth of a small model's CPU time in each step. The peak is unchanged. No-op if the C
+    library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -205,16 +207,16 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """Import a program's modules inside; the garbage collector is off meanwhile, and ignores them
-    later and at exit.
+    """Disable the garbage collector while the body imports a program's modules; later collections
+    and the exit skip the imported objects.
 
-    torch and what it imports are a million objects that live as long as the process: the collector
-    takes a third of the 4 CPU seconds of a rank that imports everything and ends. Finalizers of
-    objects in cycles do not run at exit.
+    torch and its imports are a million objects that live as long as the process. Without this, the
+    collector takes a third of the 4 CPU seconds of a rank that imports everything and ends.
+    Finalizers of objects in cycles do not run at exit.
     """
     enabled = gc.isenabled()
     gc.disable()
-    atexit.register(_end)  # registered before others, and so called after them
+    atexit.register(_end)  # exit handlers run in reverse order: this one is last
     try:
         yield
     finally:
@@ -229,8 +231,8 @@ def leave(code: int, *, at_once: bool = False) -> NoReturn:
 
     The threads of process groups outlive `destroy_process_group` while a mesh holds their group. A
     thread that drops a tensor while Python shuts down aborts the process, after all its work was
-    done (pytorch #179291, #190489). With `at_once`, skip the exit handlers: after an error they
-    might wait for ranks that are gone.
+    done (pytorch #179291, #190489). With `at_once`, exit handlers are skipped too: after an error
+    they might wait for ranks that have ended.
     """
     global _exit_code
     _exit_code = code
@@ -247,6 +249,6 @@ def _end() -> None:
 
 def _end_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it any more
+        with suppress(OSError, ValueError, AttributeError):  # closed, or its reader has ended
             stream.flush()
     os._exit(code)

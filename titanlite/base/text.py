@@ -1,5 +1,5 @@
-"""Text for people and from people: tables, sizes, folded names; near words, patterns, dates;
-command lines.
+"""Text formatting and parsing: tables, sizes, folded names; similar words, patterns, dates; command
+lines.
 """
 
 import argparse
@@ -22,8 +22,8 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Format `rows`, the first one the head, in columns as wide as their widest cell; one line
-    each.
+    """Format `rows`, the first of them the header, in columns as wide as their widest cell; one
+    line each.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
@@ -39,12 +39,12 @@ def format_count(number: float, noun: str) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes as files are counted: powers of 1000."""
+    """Format the size of files, in powers of 1000."""
     return _scale(nbytes, ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def format_memory(nbytes: float) -> str:
-    """Bytes as memory is counted: powers of 1024."""
+    """Format a size of memory, in powers of 1024."""
     return _scale(nbytes, ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -54,8 +54,8 @@ def _scale(number: float, *units: tuple[str, float]) -> str:
 
 
 def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_NAMES) -> str:
-    """Join `names`; of more than `most`, the first of them and the number of the others. Long ones
-    are cut.
+    """Join `names`; if there are more than `most`, the first ones and the number of the others.
+    Long names are cut.
     """
     shown = [cut(str(name), _MOST_NAME_CHARS) for name in names]
     rest = len(shown) - most
@@ -65,25 +65,25 @@ def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_N
 def describe_error(error: BaseException) -> str:
     """Return the class and text of `error` in one line, cut to 400 characters, without a full stop.
 
-    Errors of other packages may list all that they know: transformers' of an unknown model has
-    7,000 characters.
+    Errors of other packages may be long: transformers' error about an unknown model has 7,000
+    characters.
     """
     text = cut(" ".join(str(error).split())).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
-    """Return the first `most` characters of `text`, and how many more there are."""
+    """Return the first `most` characters of `text`, and the number of omitted ones."""
     return text if len(text) <= most else f"{text[:most]} [{len(text) - most:,} more characters]"
 
 
 def fold_name(name: str) -> str:
-    """Return the pattern of the name of a tensor that those of other layers have too."""
+    """Return the name of a tensor with `*` for its layer's number, the same for all layers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Return the patterns of the `names` of tensors with the numbers of their layers, such as
+    """Return the `names` of tensors folded over layers, with the numbers of their layers, such as
     `model.layers.*.mlp.gate.expert_bias (layers 3, 4)`.
     """
     groups: dict[str, list[str]] = {}
@@ -94,8 +94,9 @@ def fold_names(names: Iterable[str]) -> str:
 
 
 def split_patterns(key: str, text: str) -> list[str]:
-    """Return the comma-separated patterns of the setting `key` = `text`. ConfigError: nothing
-    between two commas.
+    """Return the comma-separated patterns of the setting `key` = `text`.
+
+    Raises ConfigError: there is nothing between two commas.
     """
     patterns = [part.strip() for part in text.split(",")] if text.strip() else []
     if "" in patterns:
@@ -107,7 +108,7 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
     """Return the comma-separated `pattern=factor` of the setting `key` = `text`, in order.
 
     Raises ConfigError: an entry is not of this form, its factor is not positive and finite, or a
-    pattern is there twice. All problems at once.
+    pattern occurs twice. Lists all problems.
     """
     found: dict[str, float] = {}
     problems: list[str] = []
@@ -131,8 +132,9 @@ def parse_multipliers(key: str, text: str) -> dict[str, float]:
 
 
 def parse_object(key: str, text: Any) -> dict[str, Any]:
-    """Return the JSON object that setting `key` has as text, which may be empty. ConfigError: it is
-    something else.
+    """Return the JSON object in the string value of setting `key`, which may be empty.
+
+    Raises ConfigError: the value is not a JSON object.
     """
     try:
         found = json.loads(text or "{}") if isinstance(text, str) else text
@@ -147,8 +149,9 @@ def parse_object(key: str, text: Any) -> dict[str, Any]:
 
 
 def parse_date(key: str, text: str) -> date | None:
-    """Return the date that setting `key` has as ISO text, which may be empty. ConfigError: it is
-    something else.
+    """Return the ISO date in the string value of setting `key`, or None if it is empty.
+
+    Raises ConfigError: the value is not an ISO date.
     """
     try:
         return date.fromisoformat(text) if text else None
@@ -157,19 +160,19 @@ def parse_date(key: str, text: str) -> date | None:
 
 
 def find_near(word: str, words: Iterable[str]) -> str:
-    """Return the nearest of `words`, in small or large letters; "" if none is near."""
+    """Return the most similar of `words`, ignoring case; "" if none is similar."""
     lowered = {each.lower(): each for each in words}
     return next((lowered[near] for near in get_close_matches(word.lower(), lowered, 1)), "")
 
 
 def suggest(word: str, words: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` with the nearest of `words`; "" if none is near."""
+    """Return ` Did you mean 'x'?` with the most similar of `words`; "" if none is similar."""
     near = find_near(word, words)
     return f" Did you mean '{near}'?" if near else ""
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Make `main` return the exit code: its own, 0 for None, or 2 after printing a
+    """Wrap `main` to return an exit code: its own, 0 for None, or 2 after printing a
     `TitanliteError`.
     """
 

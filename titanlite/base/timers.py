@@ -1,8 +1,8 @@
 """Timer of the consecutive phases of a step.
 
-On the CPU a phase is timed with `perf_counter`. On CUDA events are recorded on the compute stream,
-and read once they have passed; nothing synchronizes. How much of a phase is a wait for other ranks
-only a profiler trace shows.
+On the CPU a phase is timed with `perf_counter`. On CUDA, events are recorded on the compute stream
+and read after the GPU has passed them; nothing synchronizes. Only a profiler trace shows how long a
+phase waits for other ranks.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A reading of the clock, or an event of CUDA.
+# A reading of the clock, or a CUDA event.
 _Mark = Any
 _STEP = "step"
 
@@ -23,14 +23,14 @@ class _Span(NamedTuple):
 
 
 class StepTimer:
-    """Seconds per phase, added up until they are read. Costs one clock reading, or one event, per
-    change of phase.
+    """Seconds of each phase, summed until they are read. A change of phase costs one clock reading,
+    or one CUDA event.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        # in the order of their ends on the host; the device is behind
+        # in the order in which the host ended them; the device may not have reached them yet
         self._passed: deque[_Span] = deque()
         self._phase: str | None = None
         self._since: _Mark = None
@@ -38,10 +38,9 @@ class StepTimer:
         self._slowest_s = 0.0
 
     def start(self, phase: str | None) -> None:
-        """End the current phase and begin `phase`; None: time that belongs to no phase, such as a
-        validation.
+        """End the current phase and begin `phase`; None: time of no phase, such as a validation.
 
-        The time between two calls with None is a step.
+        A step is the time between two calls with None.
         """
         now = self.mark()
         if self._phase is not None:
@@ -63,16 +62,17 @@ class StepTimer:
         return event
 
     def _add(self, name: str, start: _Mark, end: _Mark) -> None:
-        """Count the time between two marks for `name`."""
+        """Add the time between two marks to the phase `name`."""
         if self._is_cuda:
             self._passed.append(_Span(name, start, end))
         else:
             self._count(name, end - start)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, without those of the running phase.
+        """Return the seconds of each phase since the last call, without the running phase.
 
-        On CUDA it waits for the events, which have passed already where the caller synchronized.
+        On CUDA it waits for the events; after a synchronization of the caller they have passed
+        already.
         """
         self._collect(wait=True)
         seconds = self._seconds
@@ -80,14 +80,14 @@ class StepTimer:
         return dict(seconds)
 
     def read_slowest(self) -> float:
-        """Return the seconds of the longest step since the last call; 0 if none has ended."""
+        """Return the seconds of the longest step since the last call; 0 if no step has ended."""
         self._collect(wait=True)
         slowest_s = self._slowest_s
         self._slowest_s = 0.0
         return slowest_s
 
     def _collect(self, *, wait: bool) -> None:
-        """Add up the spans that the device has passed: events are not kept for a whole log
+        """Sum up the spans that the device has passed, so that events are not kept for a whole log
         interval.
         """
         while self._passed and (wait or self._passed[0].end.query()):
