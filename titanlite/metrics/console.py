@@ -1,4 +1,6 @@
-"""Console output of a run: a line per log step, and progress bars where the terminal can redraw."""
+"""Console output of a run: a line for each log step, and a progress bar if the terminal can
+redraw.
+"""
 
 import sys
 import time
@@ -26,11 +28,11 @@ _SHOWN = (
 _MEMORY = {"memory/max_reserved_gib": "mem", "memory/host_peak_rss_gib": "host mem"}
 _WIDEST_BAR = 24
 _REDRAW_S = 0.1
-_PACE_S = 3600.0  # of the latest steps, from which the remaining time is estimated
+_PACE_S = 3600.0  # the latest seconds, from whose pace the remaining time is estimated
 
 
 def format_rate(flops_per_s: float) -> str:
-    """Write a rate with the unit that keeps it readable: `412.3 TFLOP/s`, `35.1 GFLOP/s`."""
+    """Return a rate with the unit that keeps it readable: `412.3 TFLOP/s`, `35.1 GFLOP/s`."""
     scale, unit = next(
         (pair for pair in ((1e12, "T"), (1e9, "G")) if flops_per_s >= pair[0]), (1e6, "M")
     )
@@ -44,11 +46,12 @@ def format_line(
     layers: Mapping[str, Sequence[float]] | None = None,
     most_load: float = 0.0,
 ) -> str:
-    """Write the values of one log step, keyed by metric name, as one aligned line; absent values
+    """Return the values of one log step, keyed by metric name, as one aligned line; absent values
     are skipped.
 
-    Of the values per MoE layer, `layers`, it shows the worst load, which is at most `most_load` (0:
-    unknown). Padding is shown if there is much of it: FLOP/s and MFU count it, tokens/s do not.
+    Of `layers`, the values per MoE layer, it shows only the worst load, which is at most
+    `most_load` (0: unknown). Padding is shown if there is much of it: FLOP/s and MFU count it,
+    tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [
@@ -79,7 +82,7 @@ def format_line(
 
 
 def can_show_bar() -> bool:
-    """Return whether standard output is a terminal that can redraw a line (not TERM=dumb)."""
+    """Return True if standard output is a terminal that can redraw a line (not TERM=dumb)."""
     return sys.stdout.isatty() and Console(file=raw_output()).is_interactive
 
 
@@ -87,9 +90,9 @@ class ProgressBar:
     """A rich progress bar on the last line of the terminal; the package's log lines scroll above
     it.
 
-    It is drawn only when `show` is called: no refresh thread, which forked data workers could
-    inherit mid-draw. `start_step` steps were done before this process started; `steps_per_epoch` is
-    0 where that is not known.
+    It is drawn only when `show` is called: forked data workers could inherit a refresh thread in
+    the middle of drawing. `start_step` steps were done before this process started;
+    `steps_per_epoch` is 0 if it is not known.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class ProgressBar:
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            # Wrapped by the terminal, not by rich: lines above the bar are those that a pipe gets.
+            # The terminal wraps lines, not rich: lines above the bar are the same as in a pipe.
             console=console or Console(file=raw_output(), soft_wrap=True),
             auto_refresh=False,
             transient=True,
@@ -118,7 +121,7 @@ class ProgressBar:
 
     def __enter__(self) -> Self:
         self._streams = sys.stdout, sys.stderr
-        self._progress.start()  # puts its own streams in place, which understand escapes
+        self._progress.start()  # replaces the streams by its own, which understand escapes
         sys.stdout, sys.stderr = (
             EscapingConsole(stream, lossy=True) for stream in (sys.stdout, sys.stderr)
         )  # type: ignore[assignment]
@@ -129,8 +132,8 @@ class ProgressBar:
         sys.stdout, sys.stderr = self._streams
 
     def show(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Redraw the bar after `step`, with the `values` of a log step, keyed by metric name, or
-        the latest ones.
+        """Redraw the bar after `step`. `values` are those of a log step, keyed by metric name; None
+        keeps the latest.
         """
         now = time.monotonic()
         redraw = values is not None or now - self._drawn_s >= _REDRAW_S

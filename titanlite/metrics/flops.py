@@ -1,4 +1,4 @@
-"""Groups of parameters, FLOPs per token and peak FLOP/s: for gradient norms by group, throughput
+"""Groups of parameters, FLOPs per token and peak FLOP/s: for gradient norms per group, throughput
 and MFU.
 """
 
@@ -12,15 +12,15 @@ from titanlite.materialize.plan import clean_name
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
-# Dense (not sparse) bfloat16 tensor-core TFLOP/s from the vendors' data sheets; of an MI250X per
-# graphics die, which is what torch calls a device. The first entry whose words all occur in the
-# device name wins: special cases come first.
+# Dense (not sparse) bfloat16 tensor-core TFLOP/s from the vendors' data sheets; for an MI250X per
+# graphics die, which is one device for torch. The first entry whose words all occur in the device
+# name counts, so special cases come first.
 _PEAK_BF16_TFLOPS = (
     "GB200 2500, B200 2250, H200 NVL 835, H200 989, GH200 989, H100 NVL 835, H100 PCIE 756, H100 "
     "989, H800 989, H20 148, A100 312, A800 312, L40S 362, L40 181, L4 121, A40 150, A10 125, "
     "MI355X 2500, MI350X 2300, MI325X 1307, MI300X 1307, MI250X 191.5"
 )
-# The first group with a word that is in a parameter's name gets it; words of titanlite's and
+# A parameter belongs to the first group with a word in its name. The words cover titanlite's and
 # transformers' models.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("norm", ("norm", ".ln_", ".ln1.", ".ln2.", "layer_norm")),
@@ -32,19 +32,19 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def train_flops_per_token(model: Model, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward per token, recomputation not counted (PaLM,
+    """Return the FLOPs of forward and backward per token, without recomputation (PaLM,
     arXiv:2204.02311, app. B).
 
-    6 per active parameter that multiplies, which leaves out the embedding table but not the output
-    projection, plus what layers compute where tokens interact. Of attention that is causal-halved:
-    `6 * heads * head_dim * seq_len`, half of the 12 in PaLM and torchtitan, where MFU reads higher.
-    Where keys and values have heads of unequal width, head_dim is their mean.
+    That is 6 per active parameter of a matmul (including the output projection, excluding the
+    embedding table), plus the FLOPs of layers in which tokens interact. Attention is counted
+    causally, `6 * heads * head_dim * seq_len`: half of the 12 in PaLM and torchtitan, whose MFU is
+    higher for that reason. If the heads of keys and values differ in width, head_dim is their mean.
 
-    The 6 are 2 for forward, 2 for the gradient of what goes in, 2 for that of the weight. A frozen
-    weight has no gradient, and backward ends at the first layer that has something trained in it or
-    before it, which counts as a whole: with LoRA on all layers 4 of the 6 are left, without the
-    adapters' own products. Parameters come in the model's order: what is trained lies before what
-    its gradient passes through.
+    The 6 are 2 for forward, 2 for the gradient of the input, and 2 for the gradient of the weight.
+    A frozen weight has no gradient, and backward ends at the first layer that contains or follows a
+    trained parameter; that layer is counted whole. With LoRA on all layers 4 of the 6 remain, and
+    the adapters' own matmuls are not counted. Parameters are visited in the model's order, so a
+    trained parameter comes before the layers that its gradient passes through.
     """
     config = model.config
     layers = model.all_layers()
@@ -68,11 +68,11 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
         reached = reached or layer in trained_layers
         if layer is not None and not reached:
             unreached_layers.add(layer)
-        if param not in embedding and not is_adapter(name):  # a table that is only looked up
+        if param not in embedding and not is_adapter(name):  # a table is only looked up
             flops += count(name, param)
         reached = reached or param.requires_grad
     if embedding & head or (not head and config.tie_word_embeddings):
-        flops += sum(count("", param) for param in embedding)  # as the head, after all others
+        flops += sum(count("", param) for param in embedding)  # as the head, which comes last
     # A vision tower's layers come first; their attention is not counted.
     num_unreached = max(len(unreached_layers) - (len(layers) - config.num_layers), 0)
     return flops + 3 * sum(cores) - 2 * sum(cores[:num_unreached])
@@ -81,8 +81,8 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak dense FLOP/s of the named GPU in bfloat16 or float16.
 
-    None for an unknown device, a slice of one (MIG), or another dtype: better no MFU than a wrong
-    one.
+    None for an unknown device, a slice of a device (MIG), or another dtype: no MFU is better than a
+    wrong one.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -97,12 +97,12 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters of `model`, each in one group; groups without any are left out.
+    """Return the trained parameters of `model`, each in one group; empty groups are omitted.
 
-    `embedding` and `head` are found by their modules (a tied weight is `embedding`), adapters by
+    `embedding` and `head` are found by their modules (a tied weight is in `embedding`), adapters by
     their names (`lora`), and the others by words in their names: `norm`, `experts` (shared ones
-    too), `router`, `attention`, `feed_forward`, else `other`. With `whole` all are one group,
-    `all`. Call it after sharding, which exchanges parameters.
+    too), `router`, `attention`, `feed_forward`, else `other`. With `whole`, all are in one group,
+    `all`. Call it after sharding, which replaces the parameter objects.
     """
     if whole:
         return {"all": [param for param in model.parameters() if param.requires_grad]}

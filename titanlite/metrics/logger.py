@@ -1,5 +1,5 @@
-"""Metrics of a run, on rank 0: one call per log step writes TensorBoard, W&B, `metrics.jsonl` and
-the console.
+"""Metrics of a run, on rank 0: one call per log step writes to TensorBoard, W&B, `metrics.jsonl`
+and the console.
 """
 
 import json
@@ -24,24 +24,23 @@ from titanlite.metrics.flops import peak_flops
 from titanlite.metrics.point import StepPoint, describe_moe, describe_ranks
 
 _SHOWN_CHARS = 80
-_IDLE_SHARE = 0.01  # of an even share of the tokens
-_MOST_LAYERS = 4  # that are named
+_IDLE_SHARE = 0.01  # fraction of an even share of the tokens
+_MOST_LAYERS = 4  # that a warning names
 
 
 @dataclass
 class IdleExperts:
-    """Warnings of idle experts: they got next to no token in a whole log interval of `log_freq`
-    steps.
+    """Warnings about idle experts, which got almost no tokens in an interval of `log_freq` steps.
 
-    Experts that a collapsed router forgot still get a stray token. The log warns of them once, and
-    again where more become idle; `if_idle` says what to set.
+    Experts that a collapsed router no longer chooses still get a few tokens. The log warns once,
+    and again when more experts become idle; `if_idle` is the remedy in the warning.
     """
 
     log_freq: int
     layers: Sequence[int]
     if_idle: str
-    _counts: torch.Tensor | None = None  # since the last multiple of `log_freq`
-    _most: int = 0  # idle experts that the log has
+    _counts: torch.Tensor | None = None  # tokens since the last multiple of `log_freq`
+    _most: int = 0  # idle experts in the last warning
 
     def look(self, step: int, counts: torch.Tensor) -> None:
         """Add the tokens of each expert (layers, E) in the steps up to `step`; warn at the end of
@@ -75,14 +74,15 @@ class IdleExperts:
 
 
 class MetricsLogger:
-    """Writer of the metrics of a run into `dump_folder`, which is made if missing. A no-op on ranks
+    """Writer of a run's metrics into `dump_folder`, which is created if missing. A no-op on ranks
     other than 0.
 
-    `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds) and the values
-    under the names that TensorBoard shows (docs/observability.md), null where not finite; of values
-    per MoE layer one list. A resumed run appends; where a step occurs twice, the later line counts.
+    `metrics.jsonl` holds one JSON object per point: `step`, `time` (Unix seconds), and the values
+    under their names in TensorBoard (docs/observability.md). Values that are not finite are null,
+    and values per MoE layer are lists. A resumed run appends; if a step occurs twice, the later
+    line counts.
 
-    A point that cannot be written is lost, with one warning in all.
+    A point that cannot be written is lost; there is one warning per run.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class MetricsLogger:
         device: torch.device,
         *,
         start_step: int = 0,  # steps done before this process started
-        # the layer's number for each row of `tokens_per_expert`; left out: 0, 1, ...
+        # the layer's number for each row of `tokens_per_expert`; default: 0, 1, ...
         moe_layers: Sequence[int] = (),
-        if_idle: str = "",  # what to set if experts get no token
-        # gets each point too, as TensorBoard
+        if_idle: str = "",  # the remedy in a warning of idle experts
+        # gets each point too, in addition to TensorBoard
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
-        # gives more values of a point
+        # returns more values of a point
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
         reads_backwards: bool = False,  # `measure` reads `StepPoint.backwards`
-        steps_per_epoch: float = 0.0,  # for the progress bar; 0 where that is not known
+        steps_per_epoch: float = 0.0,  # for the progress bar; 0 if it is not known
     ) -> None:
         self._measure = measure
         self.reads_backwards = reads_backwards
@@ -130,12 +130,12 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._append(b"")  # the file is there from the start, or the warning is
+        self._append(b"")  # creates the file at the start, or warns
         if job.metrics.enable_progress_bar and can_show_bar():
             self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
 
     def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
-        """Move the progress bar, if there is one. Call after each step; it does not wait for the
+        """Move the progress bar, if there is one. Call after each step; does not wait for the
         device.
         """
         if self._bar is None:
@@ -147,8 +147,8 @@ class MetricsLogger:
             logger.warning(f"metrics: the progress bar failed ({error!r}).")
 
     def log_step(self, point: StepPoint) -> None:
-        """Write one point of training. Call at log steps; no collective, and it copies the MoE
-        layers' state.
+        """Write one point of training. Call at log steps. Copies the MoE layers' state to the host;
+        no collective.
         """
         if not self._enabled:
             return
@@ -171,7 +171,7 @@ class MetricsLogger:
         self._write(point.step, values, layers, lists)
         most_load = 0.0 if point.moe is None else point.moe.most_load
         line = format_line(point.step, self._num_steps, values, layers, most_load)
-        # validations included
+        # includes validations
         pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)
         logger.info(
             f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}"
@@ -184,7 +184,7 @@ class MetricsLogger:
         self, step: int, loss: float, by_source: Mapping[str, float] | None = None
     ) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps,
-        and by source.
+        and the loss of each source.
         """
         if not self._enabled:
             return
@@ -200,11 +200,11 @@ class MetricsLogger:
     def log_evaluation(
         self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the scores of an evaluation after `step` optimizer steps, the first of `values`,
-        and some generations.
+        """Write the scores of an evaluation after `step` optimizer steps, the main one first in
+        `values`, and some generations.
 
-        `examples` have `prompt`, `prediction`, `reference` (texts) and `score`; in `metrics.jsonl`
-        as `eval/examples`.
+        `examples` have `prompt`, `prediction`, `reference` (strings) and `score`; in
+        `metrics.jsonl` they are `eval/examples`.
         """
         if not self._enabled:
             return
@@ -228,11 +228,11 @@ class MetricsLogger:
         self._enabled = False
         self._stop_bar()
         if self._writer is not None:
-            with suppress(OSError):  # told when it failed first
+            with suppress(OSError):  # the first failure was reported
                 self._writer.close()
 
     def __enter__(self) -> Self:
-        self._began_s = time.monotonic()  # loading, or reference passes of DPO, do not count
+        self._began_s = time.monotonic()  # loading and DPO's reference passes do not count
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -266,11 +266,11 @@ class MetricsLogger:
             self._write_tensorboard(self._tensorboard, step, scalars)
 
     def _write_tensorboard(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
-        # Imported here: 0.1 to 1 s, and only rank 0 needs it.
+        # Imported here: it takes 0.1 to 1 s, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            # TensorBoard hides points after `start_step` in the files of earlier processes
+            # makes TensorBoard hide points after `start_step` in the files of earlier processes
             if self._writer is None:
                 self._writer = SummaryWriter(str(folder), purge_step=self._start_step + 1)
             for name, value in scalars.items():
@@ -296,17 +296,17 @@ class MetricsLogger:
         bar = self._bar
         self._bar = None
         if bar is not None:
-            with suppress(Exception):  # it is only the terminal's last line
+            with suppress(Exception):  # only the terminal's last line is affected
                 bar.__exit__(None, None, None)
 
 
 def _on_one_line(text: str) -> str:
-    """Quote a text on one line; of a long one keep the end, which matters most in a prompt."""
+    """Quote a text on one line. A long text keeps its end, which matters most in a prompt."""
     return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
 
 
 def _or_none(value: float) -> float | None:
-    """JSON has no nan."""
+    """Return `value`, or None if JSON cannot represent it (NaN and infinity)."""
     return value if math.isfinite(value) else None
 
 

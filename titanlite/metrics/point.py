@@ -1,4 +1,4 @@
-"""Data of one log step and the values made of it, ranks compared; results of validations and
+"""Data of one log step, and the metrics computed from it over all ranks; results of validations and
 evaluations.
 """
 
@@ -20,7 +20,7 @@ from titanlite.base.timers import StepTimer
 from titanlite.config import JobConfig
 from titanlite.config.schema import ValidationSection
 
-# Always written, so that a plot has no gaps.
+# Always written, so that plots have no gaps.
 _PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
@@ -31,25 +31,27 @@ class StepResult:
     """
 
     loss: torch.Tensor  # mean over units (tokens with a label, or pairs), float32
-    # mean balance loss per token without padding, float32; 0 if there is none
+    # mean balance loss per token without padding, float32; 0 if there are no balance losses
     aux_loss: torch.Tensor
     grad_norm: torch.Tensor  # before clipping, float32
-    group_norms: torch.Tensor  # the same by group of parameters, float32 (groups,)
-    tokens: int  # padding included
+    group_norms: torch.Tensor  # the same per group of parameters, float32 (groups,)
+    tokens: int  # includes padding
     unpadded_tokens: torch.Tensor  # int64
-    # (layers, E) int64; None: there are no experts, or none are counted
+    # (layers, E) int64; None if there are no experts, or they are not counted
     tokens_per_expert: torch.Tensor | None
     metrics: torch.Tensor  # means of the objective's metrics, float32 (len(metric_names),)
     # None unless they are measured: units of each micro-batch on all ranks together, int64
-    # (micro-batches,), and square of the 2-norm of the gradients after its backward, which adds to
-    # those before it, float64 (micro-batches,)
+    # (micro-batches,), and the squared 2-norm of the gradients that are summed up after its
+    # backward, float64 (micro-batches,)
     units: torch.Tensor | None = None
     squares: torch.Tensor | None = None
 
 
 @dataclass
 class Window:
-    """The steps since the last log line; `start` is the time in seconds at which it was written."""
+    """The steps since the last log line; `start` is the time in seconds at which that line was
+    written.
+    """
 
     start: float = field(default_factory=time.perf_counter)
     results: list[StepResult] = field(default_factory=list)
@@ -60,15 +62,15 @@ class Window:
 
 
 class Largest(NamedTuple):
-    """The largest value of some steps, and the step that had it."""
+    """The largest value of some steps, and its step."""
 
     value: float
     step: int
 
 
 def find_largest(values: Sequence[float], last_step: int) -> Largest:
-    """Return the largest of the `values` of the steps up to `last_step`; the first that is not
-    finite, if any is not.
+    """Return the largest of the `values` of the steps up to `last_step`, or the first value that is
+    not finite.
 
     Raises ValueError: there are no values.
     """
@@ -82,27 +84,27 @@ def find_largest(values: Sequence[float], last_step: int) -> Largest:
 class MoEState:
     """State of the MoE layers in the latest step, over all ranks."""
 
-    tokens_per_expert: Tensor  # rows of valid tokens, (layers, E), any device
-    # smallest and largest `expert_bias` of each layer, (2, layers); None without
+    tokens_per_expert: Tensor  # rows of valid tokens per expert, (layers, E), on any device
+    # smallest and largest `expert_bias` of each layer, (2, layers); None if there is no bias
     bias_range: Tensor | None
-    tokens_since: Tensor | None = None  # as `tokens_per_expert`, of all steps since the last point
+    tokens_since: Tensor | None = None  # the same over all steps since the last point
     top_k: int = 0  # experts per token; 0: unknown
 
     @property
     def most_load(self) -> float:
-        """The largest possible load over the mean, where all tokens choose the same experts; 0:
-        unknown.
+        """The largest possible ratio of load to mean load, reached if all tokens choose the same
+        experts; 0: unknown.
         """
         return self.tokens_per_expert.shape[1] / self.top_k if self.top_k else 0.0
 
 
 def describe_moe(state: MoEState) -> dict[str, list[float]]:
-    """Return values per layer by metric name. Synchronizes. A layer without tokens has nan for its
-    load.
+    """Return values per layer by metric name. Synchronizes. The load of a layer without tokens is
+    NaN.
     """
     counts = state.tokens_per_expert.detach().to("cpu", torch.float64)
     share = counts / counts.sum(dim=1, keepdim=True)
-    # Entropy over that of an even load: 1 is balanced, 0 is one expert that gets all.
+    # Entropy relative to an even load: 1 is balanced, 0 is one expert that gets all tokens.
     entropy = torch.special.entr(share).sum(dim=1) / math.log(max(counts.shape[1], 2))
     values = {
         "moe/load_max_over_mean": counts.amax(dim=1) / counts.mean(dim=1),
@@ -116,50 +118,50 @@ def describe_moe(state: MoEState) -> dict[str, list[float]]:
 
 
 class Backward(NamedTuple):
-    """The gradients after one backward of a step, of all ranks together and before clipping.
+    """The gradients after one backward of a step, over all ranks and before clipping.
 
     They are sums over the units so far, divided by the units of the whole step.
     """
 
     units: int  # tokens with a label (or pairs) up to this backward
-    square: float  # of the 2-norm
+    square: float  # square of the 2-norm
 
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One point of training; "since" is since the point before."""
+    """One point of training; "since" means since the previous point."""
 
-    step: int  # optimizer steps done
-    loss: float  # mean per token over all ranks and the steps since
-    grad_norm: float  # total 2-norm of the gradients of this step, before clipping
+    step: int  # optimizer steps completed
+    loss: float  # mean per token, over all ranks and the steps since
+    grad_norm: float  # total 2-norm of this step's gradients, before clipping
     lr: float
-    tokens: int  # in the rows of all ranks together since, padding included: what is computed
+    tokens: int  # tokens computed since, on all ranks together, including padding
     seconds: float  # wall time since, without validations and saves
     num_padding: int = 0  # of `tokens`
-    # time of the longest step since on this rank; None: it was not measured
+    # time of the longest step since, on this rank; None: not measured
     slowest_s: float | None = None
-    # values of single steps since, by metric name
+    # largest value of single steps since, by metric name
     largest: Mapping[str, Largest] = field(default_factory=dict)
-    # parts of `seconds` on this rank: `timers.StepTimer`
+    # parts of `seconds` on this rank: see `timers.StepTimer`
     phases: Mapping[str, float] = field(default_factory=dict)
-    # `gather_ranks`; empty: nothing is known
+    # result of `gather_ranks`; empty: nothing is known
     ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    # 2-norm of the gradients by group of parameters
+    # 2-norm of the gradients per group of parameters
     group_norms: Mapping[str, float] = field(default_factory=dict)
     moe: MoEState | None = None  # None for dense models
-    # of this step, for a `metrics.function` that takes them
+    # the backwards of this step, for a `metrics.function` that takes them
     backwards: Sequence[Backward] = ()
-    # under the names that TensorBoard shall show
+    # more values, by their names in TensorBoard
     extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def unpadded_tokens(self) -> int:
-        """Number of `tokens` without padding."""
+        """Number of `tokens` that are not padding."""
         return self.tokens - self.num_padding
 
     def values(self, steps: int, flops_per_token: int, num_ranks: int) -> dict[str, float]:
-        """Return the values that need no other rank, by metric name; this point covers `steps`
-        optimizer steps.
+        """Return the values that depend on this rank alone, by metric name; the point covers
+        `steps` optimizer steps.
         """
         seconds = max(self.seconds, 1e-9)
         flops_per_gpu = self.tokens * flops_per_token / seconds / num_ranks
@@ -186,7 +188,8 @@ _MOST_LISTED = 128
 
 
 def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
-    """Return the time spent on data and the memory of every rank, by name, in order of ranks.
+    """Return each rank's time spent on data and its memory, by name, as lists in the order of
+    ranks.
 
     Collectives: one all-gather of a few host floats over the default process group, on gloo; every
     rank must call.
@@ -199,8 +202,8 @@ def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str,
 
 
 def get_memory(device: torch.device) -> dict[str, float]:
-    """Memory of this rank in GiB: peaks of the device's allocator since the start, and the host's
-    resident memory.
+    """Return this rank's memory in GiB: peaks of the device's allocator since the start, and the
+    host's resident memory.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     found = {
@@ -214,8 +217,8 @@ def get_memory(device: torch.device) -> dict[str, float]:
         found["memory/host_rss_gib"] = (
             int(statm.read_text().split()[1]) * resource.getpagesize() / _GIB
         )
-        # The kernel adds up what its CPUs counted for the present size, not for the peak, which may
-        # be short of it.
+        # The kernel adds up the counts of all CPUs for the present size but not for the peak, so
+        # the peak may be too low.
         found["memory/host_peak_rss_gib"] = max(
             found["memory/host_peak_rss_gib"], found["memory/host_rss_gib"]
         )
@@ -225,13 +228,13 @@ def get_memory(device: torch.device) -> dict[str, float]:
 def describe_ranks(
     ranks: Mapping[str, Sequence[float]], steps: int
 ) -> tuple[dict[str, float], dict[str, object]]:
-    """Return metrics of all ranks together, and lists by rank for `metrics.jsonl`, of an interval
-    of `steps` steps.
+    """Return metrics over all ranks, and lists per rank for `metrics.jsonl`, of an interval of
+    `steps` steps.
 
-    `ranks` has, from `gather_ranks`, `data_s` of the whole interval, and values of memory.
+    `ranks` is the result of `gather_ranks`: `data_s` of the whole interval, and values of memory.
     """
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
-    if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # a line of a large run stays readable
+    if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # keeps the lines of large runs readable
         return values, {}
     memory = (
         "memory/max_reserved_gib"
@@ -258,7 +261,8 @@ def build_point(
     top_k: int,
     nonfinite_steps: int,
 ) -> StepPoint:
-    """Build the point of `step`, a log step, from the measurements of all ranks since the last one.
+    """Build the point of the log step `step`, from all ranks' measurements since the previous
+    point.
 
     Args:
         lr: learning rate of this step.
@@ -266,7 +270,7 @@ def build_point(
         metric_names: names of the values in `StepResult.metrics`.
         bias_range: see `MoEState`.
         top_k: experts per token.
-        nonfinite_steps: number of such steps so far.
+        nonfinite_steps: number of steps with a non-finite loss or gradient so far.
 
     Collective: every rank must call. Synchronizes.
     """
@@ -319,7 +323,7 @@ def build_point(
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, as people read it, and what the scorer gave."""
+    """One prompt in readable form, with the generated answer and its score."""
 
     prompt: str
     prediction: str
@@ -331,9 +335,9 @@ class Example:
 class EvaluationResult:
     """Result of one evaluation, the same on all ranks."""
 
-    name: str  # of the scorer
+    name: str  # name of the scorer
     score: float  # mean over the prompts
-    ended: float  # share of the texts that the model ended by itself
+    ended: float  # fraction of the texts that the model ended by itself
     num_prompts: int
     seconds: float
     examples: list[Example]
@@ -341,23 +345,23 @@ class EvaluationResult:
 
 @dataclass
 class Series:
-    """Results of one kind over a run. Steps are optimizer steps done; -1: none yet. nan is never
-    best.
+    """Results of one kind over a run. Steps are completed optimizer steps; -1: none yet. NaN is
+    never the best.
     """
 
-    name: str = ""  # of the metric, as in the logs
+    name: str = ""  # name of the metric, as in the logs
     first: float | None = None
     last: float | None = None
     last_step: int = -1
     best: float | None = None
     best_step: int = -1
-    reference: float | None = None  # what the next one must beat by `early_stopping_min_delta`
-    stale: int = 0  # results in a row that did not
+    reference: float | None = None  # value to improve on by `early_stopping_min_delta`
+    stale: int = 0  # number of results since then that did not
 
 
 class Results:
-    """The losses of validations (lower is better) and scores of evaluations of a run: on all ranks,
-    in checkpoints.
+    """Validation losses (lower is better) and evaluation scores of a run; kept on all ranks, and
+    saved in checkpoints.
     """
 
     def __init__(
@@ -369,11 +373,10 @@ class Results:
         self.evaluation = Series(**(saved or {}).get("evaluation", {}))
 
     def add_validation(self, step: int, loss: float, mixture: str = "") -> bool:
-        """Take a validation loss; True if the checkpoint of this step is the one to keep as the
-        best.
+        """Add a validation loss; return True if the checkpoint of this step becomes the best one.
 
-        Losses of one `mixture` of sources are not comparable with those of another: with it the
-        record restarts.
+        Losses of different mixtures of sources are not comparable: if `mixture` changes, the record
+        restarts.
         """
         series = self.validation
         name = f"validation loss ({mixture})" if mixture else "validation loss"
@@ -386,8 +389,8 @@ class Results:
         return improved and self._save_best == "validation"
 
     def add_evaluation(self, step: int, name: str, score: float) -> bool:
-        """Take an evaluation score; True if the checkpoint of this step is the one to keep as the
-        best.
+        """Add an evaluation score; return True if the checkpoint of this step becomes the best
+        one.
         """
         improved = _add(self.evaluation, name, step, score, 1.0, 0.0)
         return improved and self._save_best == "evaluation"
@@ -401,7 +404,7 @@ class Results:
         return self._validation.enable and 0 < patience <= self.validation.stale
 
     def describe(self) -> str:
-        """Return the state of the validation loss in words."""
+        """Describe the best validation loss and how long it has not improved."""
         series = self.validation
         if series.best is None:
             return f"the {series.name} was never a number"
@@ -415,16 +418,18 @@ class Results:
         )
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return what `__init__` takes as `saved`; empty for what has no results."""
+        """Return the results as `__init__` takes them in `saved`; kinds without results are
+        omitted.
+        """
         kinds = {"validation": self.validation, "evaluation": self.evaluation}
         return {kind: asdict(series) for kind, series in kinds.items() if series.last_step >= 0}
 
 
 def _add(series: Series, name: str, step: int, value: float, sign: float, min_delta: float) -> bool:
-    """Add a value; return True if it is the best so far. One from before training never is: it has
-    no checkpoint.
+    """Add a value; return True if it is the best so far. A value from before training never is: it
+    has no checkpoint.
     """
-    if series.name != name:  # another scorer than before the resume: nothing to compare with
+    if series.name != name:  # a different scorer than before: values are not comparable
         series.__dict__.update(asdict(Series(name=name)))
     series.last = value
     series.last_step = step

@@ -1,4 +1,4 @@
-"""The run's folder: the same on all machines, locked against other runs; its start, events and
+"""The run's folder: the same on all machines, and locked against other runs. Its start, events and
 traces.
 """
 
@@ -47,10 +47,10 @@ _IDENTITY = (
     "data.subset",
     "data.split",
 )
-# Settings that a resumed run keeps where they are not set.
+# Settings that a resumed run takes over unless they are set.
 _KEPT = ("training.global_batch_size", "moe.aux_loss_coeff", *CHOSEN)
-# Paths that may differ between machines and hold the same files: a hub model is in each machine's
-# cache. `check_shared_folder` checks the run's folder.
+# Paths that may differ between machines although the files are the same: a hub model is in each
+# machine's cache. `check_shared_folder` checks the run's folder.
 _MAY_DIFFER = {
     "job.dump_folder",
     "model.path",
@@ -64,22 +64,23 @@ _MAY_DIFFER = {
     "data.chat_template",
     "evaluation.path",
 }
-# A network file system may show a new file to other machines only when its cache of the folder has
-# expired.
+# On a network file system, other machines may see a new file only when their cache of the folder
+# has expired.
 _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
 _PREPARING = timedelta(days=1)
-# of the run in a folder, and of one that is being built
+# configuration of the run in the folder, and of a run that is being built
 _CONFIG = "config.toml"
 _NEXT_CONFIG = "config.next.toml"
 
 
 def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
-    """Make the run's folder, and let no other run write there as long as the result lives; empty on
-    other ranks than 0.
+    """Create the run's folder, and the checkpoint folder if it is outside; return locks that keep
+    other runs out as long as they live (an empty list on ranks other than 0).
 
-    The same for the checkpoints, should they be elsewhere. On file systems without locks it is only
-    a warning. Raises ConfigError: on all ranks; another run holds it, or rank 0 cannot write there.
+    If the file system has no locks, there is only a warning.
+
+    Raises ConfigError, on all ranks: another run holds a folder, or rank 0 cannot write there.
     Collective: every rank must call.
     """
     locks: list[FolderLock | None] = []
@@ -109,13 +110,14 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Make the run's folder and save the resolved configuration in it, on rank 0. Log and events go
-    there from now on.
+    """Create the run's folder and save the resolved configuration in it, on rank 0. From then on,
+    log and events are written there.
 
-    The file has its usual name from `record_start` on. Returns on rank 0 the settings that are
-    others than those of the run that is there (`find_changes`). Raises ConfigError: on all ranks,
-    if rank 0 cannot write there; a full disk is only a warning if `checkpoint.on_save_error` is
-    "continue". Collective: every rank must call.
+    The configuration gets its usual file name in `record_start`. Returns, on rank 0, the settings
+    that differ from the run that is already in the folder (`find_changes`).
+
+    Raises ConfigError, on all ranks: rank 0 cannot write there; if `checkpoint.on_save_error` is
+    "continue", a full disk is only a warning. Collective: every rank must call.
     """
     changes: dict[str, tuple[Any, Any]] = {}
 
@@ -140,7 +142,7 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
 
 def get_identity(job: JobConfig) -> dict[str, str]:
-    """Return the settings that tell a run from others, by key; a model of the hub by its id and
+    """Return the settings that distinguish one run from another, by key; a hub model as its id and
     commit.
     """
     share = job.data.validation_share
@@ -151,10 +153,10 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 
 
 def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list[str]:
-    """Return the problems of a run that is to resume a checkpoint of another base model, data or
-    objective, or one of more steps than it shall have. On one rank.
+    """Return the problem of a run that cannot resume its checkpoint: base model, data or objective
+    differ, or the checkpoint has more steps than the run should have. On one rank.
 
-    Of a mixture the sources may change. `before` is the identity in the checkpoint of `step`.
+    The sources of a mixture may change. `before` is the identity in the checkpoint of `step`.
     """
     folder = job.job.dump_folder
     asked = job.training.steps
@@ -163,7 +165,7 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list
     text = format_changes(
         {key: tuple(map(get_settings()[key].kind, pair)) for key, pair in others.items()}
     )
-    never = "lora.rank" in text  # its weights do not fit
+    never = "lora.rank" in text  # weights of a different rank do not fit
     if text and (job.checkpoint.resume == "auto" or step >= asked or never):
         weights = Path(folder) / job.checkpoint.folder / f"step-{step}"
         forced = (
@@ -187,11 +189,10 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list
 def record_start(
     folder: Path, step: int, where: str, *, resumed: bool, changes: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Record the start of training after `step`: settings, and one event of the most specific kind.
-    On rank 0.
+    """Record on rank 0 that training starts after `step`: save the settings, and write one event
+    ("restart", "resume" or "start").
 
-    If the ranks started again, it is also logged why; and of a run that is resumed, which settings
-    changed.
+    Also log why the ranks were restarted, and which settings a resumed run changed.
     """
     if dist.get_rank() == 0 and (folder / _NEXT_CONFIG).exists():
         (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
@@ -213,21 +214,22 @@ def record_start(
 
 @contextmanager
 def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call after every training step, with the steps that the run has done.
+    """Yield a function to call after every training step with the number of steps that the run has
+    done.
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this
     process, after one warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`,
-    for chrome://tracing or Perfetto. A step that is trained again, after a resume, replaces its
-    trace.
+    for chrome://tracing or Perfetto. If a step is trained again after a resume, its trace is
+    replaced.
     """
     if not section.enable_profiling:
         yield lambda step: None
         return
-    now = -1  # step of the run; the profiler's own counter begins anew in every process
+    now = -1  # step of the run; the profiler's own counter restarts in every process
 
     def save(recorded: profile) -> None:
         if now < 0:
-            return  # ended while it recorded a step that has not ended, or never began
+            return  # training ended during a recorded step, or never began
         path = (
             dump_folder
             / section.save_traces_folder
@@ -243,7 +245,8 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
         now = step
         profiler.step()
 
-    # Of the second trace on. Each is to have its own step's events, and no others.
+    # The warning appears from the second trace on. Clearing is wanted: each trace has only its own
+    # step's events.
     warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
     warmup = int(section.profile_freq > 1)
     turns = schedule(wait=section.profile_freq - 1 - warmup, warmup=warmup, active=1)
@@ -258,8 +261,8 @@ def check_same_settings(job: JobConfig) -> None:
     """Check that all ranks have the same settings: otherwise they would wait in different
     collectives.
 
-    Raises ConfigError: on all ranks; names the settings and the ranks. Collective: every rank must
-    call.
+    Raises ConfigError, on all ranks: settings differ; names the settings and the ranks. Collective:
+    every rank must call.
     """
     mine = {
         s.key: x
@@ -282,9 +285,10 @@ def check_shared_folder(folder: Path) -> None:
     """Check that all ranks see the same `folder` and can write there: each writes its part of every
     checkpoint.
 
-    Rank 0 puts a file there for a moment. On one machine there is nothing to check.
+    Rank 0 creates a temporary file there. On one machine the check does nothing.
 
-    Raises ConfigError: on all ranks; names the ranks that do not. Collective: every rank must call.
+    Raises ConfigError, on all ranks: some ranks do not see it or cannot write; names them.
+    Collective: every rank must call.
     """
     if not _are_several():
         return
@@ -310,14 +314,15 @@ def check_shared_folder(folder: Path) -> None:
 
 @contextmanager
 def waiting_for_machines() -> Iterator[None]:
-    """Let machines take different times for the body: at the end all wait for the last, whatever
-    `comm` says.
+    """Let machines take different times for the body: at the end, all wait for the last one,
+    regardless of `comm`.
 
-    One machine may have the data cached, while another, which replaces a lost one, works for hours.
+    One machine may have the data cached, while a new one that replaces a lost machine works for
+    hours.
 
-    Raises TitanliteError: on all ranks; that of the first rank that raises one inside. Collectives:
-    one gather at the end, with several machines over a group made for it; every rank must call, and
-    the body must have none.
+    Raises TitanliteError, on all ranks: the first error that a rank raises inside. Collectives: one
+    gather at the end, with several machines over a new group; every rank must call, and the body
+    must have none.
     """
     group = new_host_group(_PREPARING) if _are_several() else None
     with together(group):
@@ -333,8 +338,8 @@ def _are_several() -> bool:
 def _appears(path: Path) -> bool:
     end = time.monotonic() + _VISIBLE_WITHIN_S
     while time.monotonic() < end:
-        with suppress(OSError):  # rank 0 has made the folder just now
-            # asks the server: a plain look-up may be cached
+        with suppress(OSError):  # rank 0 has just created the folder
+            # Listing asks the server; a plain look-up may be cached.
             if path.name in os.listdir(path.parent):
                 return True
         time.sleep(_PAUSE_S)
