@@ -1,1 +1,3 @@
-"""Launcher and its ranks: start, guard, restart, and the files in which they talk to each other."""
+"""The launcher and its ranks: start, guard, restart, and the files through which they
+communicate.
+"""

@@ -1,12 +1,12 @@
 """Start the ranks with torchrun's launcher, and report a failed run in one line instead of two
 tracebacks.
 
-SIGTERM and SIGINT let the ranks finish their step, save and end; a second one ends them at once.
-With `--max-restarts=N` ranks that died, or hang, start again and resume; after errors that would
-come again they do not.
+At the first SIGTERM or SIGINT the ranks finish their step, save and end; a second signal ends them
+at once. With `--max-restarts=N`, ranks that died or hang are restarted and resume, except after
+errors that would occur again.
 
-`python -m titanlite.launch [torchrun options] -m titanlite.rank ...` takes torchrun's arguments as
-they are.
+`python -m titanlite.launch [torchrun options] -m titanlite.rank ...` takes torchrun's arguments
+unchanged.
 """
 
 import logging
@@ -49,17 +49,18 @@ with lean_imports():
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun; the exit code is that of the rank that failed first, 128 + N if signal N ended
+    """Run torchrun; return the exit code of the rank that failed first, 128 + N if signal N ended
     it, else 0.
 
-    1 if the machines of the run did not come together or lost each other.
+    The exit code is 1 if the machines of the run did not meet or lost each other.
     """
-    # The launcher logs each rank that it ends after a failure or a signal; the lines below say it
+    # torchrun logs each rank that it ends after a failure or a signal; the lines below report it
     # once.
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+        if name.startswith("torch.distributed.elastic"):  # each logger has its own level
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # torchrun would end the ranks at the first signal; these two it leaves to the handler below.
+    # torchrun would end the ranks at the first signal; SIGTERM and SIGINT are left to the handler
+    # below.
     options = parse_args(
         ["--signals-to-handle=SIGHUP,SIGQUIT", *(sys.argv[1:] if argv is None else argv)]
     )
@@ -68,20 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with shared_folder() as folder:
             os.environ[NOTICE_FOLDER] = folder
-            # else a new one in /tmp at each start
+            # otherwise torchrun creates a new folder in /tmp at each start
             options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))
-            # A store for the ranks of each start. torch 2.13 would give the keys of the last start,
-            # with addresses of ranks that are gone, to the next one; and ranks of one that was rank
-            # 0 an older store.
+            # Each start of the ranks gets its own store. torch 2.13 would pass on the keys of the
+            # previous start, with addresses of ended ranks; and ranks of a machine that had rank 0
+            # would get an older store.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            # torch would take a port that any connection may get before rank 0 opens it, seconds
-            # later.
+            # torch would choose a port that any connection may take in the seconds before rank 0
+            # opens it.
             rendezvous_api.get_free_port = find_free_port  # type: ignore[attr-defined]
             guard = Guard(folder)
             api.LocalElasticAgent = partial(Agent, guard, folder)  # type: ignore[misc]  what `run` makes its agent with
             for number in STOP_SIGNALS:
                 signal.signal(number, partial(_stop, folder))
-            for name in (STORE_FILE, RENDEZVOUS):  # of a run that has started this one
+            for name in (STORE_FILE, RENDEZVOUS):  # inherited, if a run started this one
                 os.environ.pop(name, None)
             try:
                 run(prepare_rendezvous(options))
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stop(folder: str, number: int, frame: FrameType | None) -> None:
-    """Ask the ranks to stop at the first signal; end them at the second, or if none has begun to
+    """Ask the ranks to stop at the first signal; end them at the second, or if no rank has begun to
     train.
     """
     name = signal.Signals(number)
@@ -118,7 +119,7 @@ def _stop(folder: str, number: int, frame: FrameType | None) -> None:
     text = (
         f"titanlite: {name.name}: finishing this step and saving; send it again to end at once.\n"
     )
-    # The line of a terminal may have a progress bar.
+    # The terminal's current line may show a progress bar.
     sys.stderr.write("\n" * sys.stderr.isatty() + text)
 
 

@@ -1,7 +1,7 @@
-"""Watch of the launcher over its ranks: which one failed first and why, which ranks hang, and
+"""The launcher's watch over its ranks: which rank failed first and why, which ranks hang, and
 whether to restart.
 
-Everything of torchrun that torch may change is in `Agent`.
+Everything that depends on torchrun's internals is in `Agent`.
 """
 
 import os
@@ -34,7 +34,7 @@ from titanlite.launch.protocol import (
 )
 
 _HANG = 124  # exit code, as of timeout(1)
-# Time for the other ranks to print the same error and end, after one rank has failed.
+# After one rank has failed, the others have this time to print the same error and end.
 _LAST_WORDS_S = 0.5
 _LOOK_EVERY_S = 0.5
 
@@ -44,12 +44,12 @@ class Failure:
     """Why a start of the ranks ended."""
 
     text: str
-    code: int  # of the launcher, should it not start the ranks again
+    code: int  # exit code of the launcher, if it does not restart the ranks
     said: bool = False  # `text` was printed already
 
 
 class Guard:
-    """Watch over the local ranks of one launcher. One object lives through all restarts."""
+    """Watch over one launcher's local ranks. One object exists through all restarts."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -62,9 +62,9 @@ class Guard:
         self._looked = time.monotonic()
 
     def watch(self, pids: Mapping[int, int]) -> None:
-        """Look at the ranks, given by their process ids. If one failed or hangs, end all of them.
+        """Check the ranks, given by their process ids. If a rank failed or hangs, end all ranks.
 
-        Call often; it costs a system call per rank, and reads the ranks' files twice a second.
+        Call often: it costs a system call per rank, and reads the ranks' files twice a second.
         """
         if self.failure is not None:
             return  # all ranks are ending
@@ -86,19 +86,19 @@ class Guard:
             self._end(pids)
 
     def note_failure(self, rank: int, code: int) -> None:
-        """Note why all ranks end, unless an earlier cause is known. It may happen between two
-        looks.
+        """Record why all ranks end, unless an earlier cause is known. A rank may also fail between
+        two checks.
         """
         self.failure = self.failure or Failure(
             f"rank {rank} {_how(code)}", code if code > 0 else 128 - code
         )
 
     def wants_restart(self, restarts: int, most: int) -> bool:
-        """After a failure: True if new ranks may do better. Says why they start, and tells it to
-        them.
+        """Return True, after a failure, if restarted ranks may succeed; print why they restart, and
+        leave them a note.
 
-        Not after an error that a new start would find again, nor once the user asked the run to
-        stop.
+        A restart cannot help after an error that would occur again, or once the user has asked the
+        run to stop.
         """
         failure = self.failure
         if (
@@ -115,8 +115,8 @@ class Guard:
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:
-        # Ranks whose peer is gone wait for this launcher: who ended in this tenth of a second is
-        # the cause.
+        # Ranks that lost a peer wait for this launcher instead of exiting, so the rank found dead
+        # in this poll (every 0.1 s) is the cause.
         self.note_failure(*next(iter(failed.items())))
         end = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < end and any(_exit_code(pid) is None for pid in pids.values()):
@@ -160,7 +160,7 @@ class Guard:
         return True
 
     def _end(self, pids: Mapping[int, int]) -> None:
-        """End all ranks at once; SIGKILL also reaches processes that are stopped."""
+        """End all ranks at once; SIGKILL reaches stopped processes too."""
         Path(self._folder, ENDING).touch()
         for pid in pids.values():
             if _exit_code(pid) is None:
@@ -170,11 +170,11 @@ class Guard:
 
 # torch's decorators hide the signatures of these methods, hence the ignored reports.
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which asks a guard: starts the ranks of this machine, and again where that
-    helps.
+    """torchrun's agent, extended by a guard: it starts this machine's ranks, and restarts them if
+    that may help.
 
-    Its methods with a leading underscore are those that torch documents for subclasses;
-    `_remaining_restarts` is not among them, and is read and set here only.
+    The methods with a leading underscore are documented by torch for subclasses.
+    `_remaining_restarts` is not documented; it is read and set only here.
     """
 
     def __init__(self, guard: Guard, folder: str, **options: Any) -> None:
@@ -205,7 +205,7 @@ class Agent(LocalElasticAgent):
 
 
 def describe_resume(folder: str | Path) -> str:
-    """Say how to go on after a failure, if the ranks were a training run; otherwise return ""."""
+    """Return how to resume after a failure, if the ranks were a training run; otherwise ""."""
     run = next((beat.dump_folder for beat in read_beats(folder).values() if beat.dump_folder), "")
     return (
         f" The same command resumes from the newest checkpoint in {run}, or begins anew without "
@@ -216,13 +216,13 @@ def describe_resume(folder: str | Path) -> str:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Exit code of a child that has ended, -N if signal N ended it; None while it runs. Leaves it
-    to be waited for.
+    """Return the exit code of a child that has ended, -N if signal N ended it; None while it runs.
+    The child can still be waited for.
     """
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return None  # waited for already: torchrun knows its code
+        return None  # already waited for: torchrun knows its code
     if info is None:
         return None
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
@@ -235,14 +235,14 @@ def _how(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
-_ANSWER_S = 1.0  # faulthandler writes at once, in the signal handler
+_ANSWER_S = 1.0  # faulthandler writes immediately, in the signal handler
 
 
 def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
-    """Ask the ranks for the stacks of all their threads, and keep them in `dump_folder`/stacks.
+    """Ask the ranks for the stacks of all their threads, and store them in `dump_folder`/stacks.
 
-    A rank that is stopped, or does not return from the kernel, leaves none. Returns the folder, or
-    None if there is nothing to keep or no place for it.
+    A rank that is stopped, or does not return from the kernel, writes none. Returns the folder, or
+    None if there is nothing to store or the folder cannot be written.
     """
     for beat in beats.values():
         with suppress(ProcessLookupError):
@@ -262,7 +262,9 @@ def save_stacks(folder: str | Path, beats: Mapping[int, Beat]) -> Path | None:
 
 
 def describe(beats: Mapping[int, Beat], silent: list[int]) -> str:
-    """Say where the ranks hang, the oldest beat first; `silent` ranks have not started."""
+    """Describe where the ranks hang, the oldest heartbeat first; `silent` ranks have not
+    started.
+    """
     now = time.monotonic()
     places: defaultdict[str, list[Beat]] = defaultdict(list)
     for beat in sorted(beats.values(), key=lambda beat: beat.time_s):

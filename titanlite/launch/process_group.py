@@ -1,4 +1,6 @@
-"""The process group: where the ranks meet, by which network interface, and how they part."""
+"""The process group: where the ranks meet, through which network interface, and how they
+disconnect.
+"""
 
 import os
 import socket
@@ -18,13 +20,13 @@ from titanlite.launch.rendezvous import STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 from titanlite.ops.matmul import keep_float32
 
-_rendezvous_number = count()  # of process groups made in this process
+_rendezvous_number = count()  # counts the process groups of this process
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo"
 
 
 def _explain(error: RuntimeError) -> TransientError:
-    """Say what a user can do where the ranks cannot be connected."""
+    """Return an error that says what to do if the ranks cannot be connected."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     return TransientError(
         f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
@@ -36,18 +38,18 @@ def _explain(error: RuntimeError) -> TransientError:
 
 
 def _choose_interfaces() -> None:
-    """Name gloo and NCCL the loopback interface if all ranks are here, unless the user has named
-    another.
+    """Make gloo and NCCL use the loopback interface if all ranks are on this machine, unless the
+    user has named another.
 
     Other interfaces can be reached by everybody, without authentication. With several machines,
-    gloo uses the interface that leads to the first one.
+    gloo uses the interface from which the first machine is reached.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     here = os.environ.get("LOCAL_WORLD_SIZE")
     for name in _INTERFACES:
         if world_size in ("1", here):
             os.environ.setdefault(name, _LOOPBACK)
-        # inherited from a run on one machine that started this one
+        # inherited from a run on one machine that started this run
         elif os.environ.get(name) == _LOOPBACK:
             del os.environ[name]
     if here not in (None, world_size) and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -58,7 +60,7 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
     """Return arguments for `init_process_group`: the store where the ranks meet, a file if the
     launcher named one.
 
-    Ranks that meet again, for another run in the same processes, must not find stale keys.
+    Ranks that meet again in the same processes, for another run, must not find stale keys.
     """
     path = os.environ.get(STORE_FILE)
     number = next(_rendezvous_number)
@@ -77,7 +79,9 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def _refuse_idle_gpus() -> None:
-    """Refuse to train on the CPU, a hundred times as slow, because torch has no way to the GPUs."""
+    """Refuse to train on the CPU, which is a hundred times slower, if the machine has GPUs that
+    torch cannot use.
+    """
     gpus = int(os.environ.get("TITANLITE_GPUS", "0"))
     if gpus == 0:
         return
@@ -100,10 +104,9 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Make this process rank `rank` of a fake process group of `world_size` ranks: collectives
     return at once.
 
-    Meshes and shards come out as in a real run, so that a layout can be looked at without a
-    cluster.
+    Meshes and shards are the same as in a real run, so a layout can be inspected without a cluster.
     """
-    # the only place that offers it
+    # the only module that offers it
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -115,10 +118,10 @@ def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Drop the results that DTensor keeps for operations on meshes of this process.
+    """Clear DTensor's cached results of operations on meshes of this process.
 
-    Meshes over the same ranks are equal, whichever rank made them: a later mesh would get the older
-    one's coordinate.
+    Meshes over the same ranks compare as equal, whichever rank made them: a later mesh would get
+    the coordinate of the older one.
     """
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 
@@ -130,26 +133,26 @@ def end_distributed() -> None:
 
 
 def init_distributed(timeout_s: int) -> torch.device:
-    """Join the process group that torchrun announced, or make one of size 1; return this rank's
+    """Join the process group that torchrun announced, or create one of size 1; return this rank's
     device.
 
     NCCL for CUDA tensors with gloo for small host objects; gloo alone without a GPU. A collective
     that waits longer than `timeout_s` seconds ends the rank with an error. With several machines,
-    gloo takes the network interface that leads to the first one, unless GLOO_SOCKET_IFNAME is set.
-    The ranks of one machine meet in a file and talk over the loopback interface: nothing listens
-    where others could reach it.
+    gloo takes the network interface from which the first machine is reached, unless
+    GLOO_SOCKET_IFNAME is set. The ranks of one machine meet in a file and communicate over the
+    loopback interface: no port is open to other machines.
 
     Raises:
-        ConfigError: `run_train.sh` saw GPUs, torch sees none.
-        TransientError: the ranks cannot be connected, by a wrong interface, a port that is taken,
-            or because one of them is gone.
+        ConfigError: `run_train.sh` found GPUs, but torch finds none.
+        TransientError: the ranks cannot be connected, because of a wrong interface, a port that is
+            in use, or a rank that has ended.
     """
     timeout = timedelta(seconds=timeout_s)
     allow_many_files()
     keep_float32()
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        # a task may see its own only
+        # a task may see only its own GPU
         device = torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
         leave_out_cudnn()

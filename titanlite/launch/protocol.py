@@ -1,15 +1,15 @@
-"""Protocol between a launcher and its ranks, in a folder that they share: notes, signs of life,
+"""Protocol between a launcher and its ranks, in a folder that they share: notes, heartbeats,
 requests to stop.
 
-A rank writes step, phase and time whenever it begins something new (2 us, no synchronization). The
-launcher compares the times, keeps the stacks of ranks that hang (SIGUSR1 asks for them), and ends
-all: `titanlite.launch.guard`.
+A rank writes step, phase and time whenever it begins a new phase (2 us, no synchronization). The
+launcher compares the times, stores the stacks of ranks that hang (SIGUSR1 requests them), and ends
+all ranks: `titanlite.launch.guard`.
 
-SIGTERM and SIGINT end a run after its step, with a checkpoint. A launcher leaves a note, which
-ranks look for after each step; a rank without a launcher takes the signal itself, in a thread and
-through a pipe: handlers of Python wait until the main thread returns from C, as one that waits in a
-collective for a lost peer never does. A run that has not begun to train has nothing to save, and
-ends at once.
+SIGTERM and SIGINT end a run after its current step, with a checkpoint. A launcher leaves a note,
+which ranks check for after each step. A rank without a launcher receives the signal itself, in a
+thread and through a pipe: Python's signal handlers run only when the main thread returns from C,
+which never happens if it waits in a collective for a lost peer. A run that has not begun to train
+has nothing to save, and ends at once.
 """
 
 import ctypes
@@ -33,34 +33,34 @@ from typing import IO
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.base.process import read_rank
 
-ENDING = "ending"  # the launcher ends all ranks: nobody waits any more
+ENDING = "ending"  # the launcher ends all ranks: nobody waits any longer
 _RESTART = "restart"
 _STOP = "stop"
 _ABORT = "abort"
-TORCH_LOGS = "torchelastic"  # folder for what torchrun writes about each start
+TORCH_LOGS = "torchelastic"  # folder for torchrun's output about each start
 _LAUNCHER = "launcher"  # locked as long as the launcher lives
-# the others are about one start of the ranks
+# files that outlive one start of the ranks
 _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)
 _FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
-# Phases that take no longer than a collective may wait. Loading, saving, generating and diagnosing
-# a NaN may, and the first step after loading compiles.
+# Phases that take no longer than a collective may wait. Loading, saving, generating and the
+# diagnosis of a NaN may take longer, and so may the first step after loading, which compiles.
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
-# A collective that failed because a rank died: the death shows within this time.
+# If a collective failed because a rank died, the launcher sees that death within this time.
 _DEATH_SHOWS_S = 1.5
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# The launcher ends the other ranks with SIGTERM when one has failed; then there is no note within
+# When one rank has failed, the launcher ends the others with SIGTERM; then no note appears within
 # this time.
 _NOTE_WAIT_S = 2.0
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Why the ranks start again: what ended them, in words, restarts with this one, and how many
-    are allowed.
+    """Why the ranks are restarted: what ended them, the number of this restart, and how many are
+    allowed.
     """
 
     why: str
@@ -69,7 +69,7 @@ class Restart:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, in the launcher."""
+    """Print a line to standard error, in the launcher."""
     sys.stderr.write(f"titanlite: {text}\n")
     sys.stderr.flush()
 
@@ -78,8 +78,7 @@ def say(text: str) -> None:
 def shared_folder() -> Iterator[str]:
     """Make a folder (mode 0700) for the launcher and its ranks, and remove it at the end.
 
-    Folders of launchers of this user that were killed are removed, too: nobody holds the lock in
-    them.
+    Folders of this user's killed launchers, whose locks are free, are removed too.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
         if _is_abandoned(path):
@@ -87,9 +86,9 @@ def shared_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix=_FOLDER_PREFIX)
     lock = os.open(Path(folder, f".{_LAUNCHER}"), os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        with suppress(OSError):  # no locks there: such folders are left
+        with suppress(OSError):  # the file system has no locks: such folders stay
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # locked from when it can be found
+        # The folder is locked before other launchers can find it.
         Path(folder, f".{_LAUNCHER}").rename(Path(folder, _LAUNCHER))
         yield folder
     finally:
@@ -98,11 +97,11 @@ def shared_folder() -> Iterator[str]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return True if `folder` is of a launcher of this user that is gone."""
+    """Return True if `folder` belongs to a launcher of this user that has ended."""
     try:
         lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
-        return False  # another user's, or not one that a launcher has finished making
+        return False  # owned by another user, or not complete yet
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(lock).st_uid == os.getuid()
@@ -116,21 +115,21 @@ def end_with_launcher() -> None:
     """Ask the kernel to kill this rank when its launcher ends; call before anything that takes
     time.
 
-    Does nothing in a process that no launcher has started. It must be the main thread of the
-    launcher that starts ranks: the signal comes when the thread ends that has.
+    Does nothing in a process that no launcher has started. Ranks must be started by the launcher's
+    main thread, because the signal comes when the thread that started them ends.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     folder = _find_folder()
-    # A launcher that was killed before has let go of its lock by now, and one that ended has
-    # removed its folder.
+    # If the launcher was killed before this call, its lock is free by now; if it ended, its folder
+    # is removed.
     if folder is not None and (_is_abandoned(folder) or not folder.is_dir()):
         os._exit(128 + signal.SIGKILL)
 
 
 def forget_last_start(folder: str | Path) -> None:
-    """Remove the notes of earlier ranks, but not the user's requests; the launcher calls it before
+    """Remove the notes of earlier ranks, but not the user's requests. The launcher calls it before
     ranks start.
     """
     for path in Path(folder).iterdir():
@@ -139,18 +138,18 @@ def forget_last_start(folder: str | Path) -> None:
 
 
 def note_restart(folder: str | Path, restart: Restart) -> None:
-    """Tell the next ranks why they start; called by the launcher."""
+    """Leave a note for the next ranks why they are restarted. Called by the launcher."""
     Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
 
 
 def _find_folder() -> Path | None:
-    """Return the folder that this rank shares with its launcher; None without one."""
+    """Return the folder that this rank shares with its launcher; None without a launcher."""
     folder = os.environ.get(NOTICE_FOLDER)
     return None if folder is None else Path(folder)
 
 
 def read_restart() -> Restart | None:
-    """Return why this rank starts again, or None if it does not."""
+    """Return why this rank was restarted, or None if it was not."""
     folder = _find_folder()
     try:
         return None if folder is None else Restart(**json.loads((folder / _RESTART).read_text()))
@@ -159,8 +158,8 @@ def read_restart() -> Restart | None:
 
 
 def claim(name: str) -> bool:
-    """Return True on the first rank of this machine that asks for `name`, and on every rank without
-    a launcher.
+    """Return True on the first rank of this machine that claims `name`, and on every rank without a
+    launcher.
     """
     folder = _find_folder()
     if folder is None:
@@ -170,31 +169,31 @@ def claim(name: str) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        pass  # better printed twice than never
+        pass  # printing twice is better than never
     return True
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The latest sign of life of a rank."""
+    """The latest heartbeat of a rank."""
 
-    rank: int  # over all machines
+    rank: int  # number over all machines
     pid: int
-    # training step that it is in or has just done, counted from 1; 0 before the first
+    # the current or last completed training step, counted from 1; 0 before the first
     step: int = 0
-    # or 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation', ...
+    # such as 'loading', 'data', 'forward', 'backward', 'optimizer', 'validation'
     phase: str = "starting"
-    time_s: float = 0.0  # when that began, on this machine's monotonic clock
-    # after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
+    time_s: float = 0.0  # when the phase began, on this machine's monotonic clock
+    # time after which a rank in this phase counts as hung; 0 if only a waiting collective can tell
     limit_s: float = 0.0
     timeout_s: float = 0.0  # how long a collective may wait; 0: not known yet
-    grace_s: float = 0.0  # from SIGTERM to the end of the run; 0 if it may take as long as it needs
-    dump_folder: str = ""  # of the run; empty as long as the configuration is not read
-    trains: bool = False  # True once it has begun a training step in this start
+    grace_s: float = 0.0  # from SIGTERM to the end of the run; 0: no limit
+    dump_folder: str = ""  # the run's folder; empty until the configuration is read
+    trains: bool = False  # True once a training step has begun in this start
 
 
 class _Heart:
-    """This rank's file, open; there is none without a launcher."""
+    """The heartbeat of this rank and its open files; without a launcher there are no files."""
 
     def __init__(self) -> None:
         self.file: int | None = None
@@ -207,12 +206,12 @@ _heart = _Heart()
 
 
 def stack_path(folder: str | Path, rank: int) -> Path:
-    """File that a rank writes the stacks of its threads to on `STACK_SIGNAL`."""
+    """Return the file to which a rank writes the stacks of its threads on `STACK_SIGNAL`."""
     return Path(folder, f"stack-{rank}")
 
 
 def start_heartbeat() -> None:
-    """Begin to write; does nothing without a launcher. Call once per process."""
+    """Begin to write heartbeats; without a launcher, nothing is written. Call once per process."""
     global _heart
     _heart = heart = _Heart()
     folder = _find_folder()
@@ -225,15 +224,17 @@ def start_heartbeat() -> None:
 
 
 def configure_heartbeat(timeout_s: float, grace_s: float, dump_folder: str | Path) -> None:
-    """Tell the launcher the limits and the folder from the configuration, in this rank's `Beat`."""
+    """Report the limits and the folder from the configuration to the launcher, in this rank's
+    `Beat`.
+    """
     folder = str(Path(dump_folder).absolute())
     _heart.beat = replace(_heart.beat, timeout_s=timeout_s, grace_s=grace_s, dump_folder=folder)
     beat(_heart.beat.phase)
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """Note that this rank begins `phase`, in step `step` if that is new. The step after 'loading'
-    is a first one.
+    """Record that this rank begins `phase`, in step `step` if it has changed. The step after
+    'loading' counts as a first step.
     """
     heart = _heart
     heart.rounds = 0 if phase == "loading" else heart.rounds + (phase == "data")
@@ -250,8 +251,10 @@ def beat(phase: str, step: int | None = None) -> None:
 
 
 def note_lost_peer(error: BaseException) -> None:
-    """Note that a collective of this rank failed because a peer is gone or hangs: with the stack of
-    the call among its stacks, and as hung unless the death shows soon.
+    """Record that a collective of this rank failed because a peer ended or hangs.
+
+    The stack of the call is added to this rank's stacks, and the rank counts as hung unless the
+    launcher sees a death soon.
     """
     heart = _heart
     if heart.stacks is None:
@@ -269,23 +272,25 @@ def _write_beat(heart: _Heart) -> None:
 
 
 def steps_done() -> int:
-    """Optimizer steps that this rank has done, as far as its beats say."""
+    """Return the number of optimizer steps that this rank has completed, according to its
+    heartbeats.
+    """
     beat = _heart.beat
     return beat.step - (beat.phase in _OF_A_STEP) if beat.step else 0
 
 
 def current_beat() -> Beat:
-    """Return this rank's latest beat, with a launcher or without."""
+    """Return this rank's latest heartbeat, with or without a launcher."""
     return _heart.beat
 
 
 def read_beats(folder: str | Path) -> dict[int, Beat]:
-    """Return the latest beat of each rank that has one, by rank; for the launcher."""
+    """Return the latest heartbeat of each rank that has one, by rank; for the launcher."""
     beats = {}
     for path in Path(folder).glob("beat-*"):
         try:
             found = Beat(**json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):  # still being written; read at the next look
+        except (OSError, ValueError, TypeError):  # still being written; read at the next check
             continue
         beats[found.rank] = found
     return beats
@@ -301,7 +306,7 @@ def catch_signals() -> Callable[[], None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # the pipe has it
+    # the handlers do nothing: the signal's number arrives through the pipe
     handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
 
@@ -315,8 +320,8 @@ def catch_signals() -> Callable[[], None]:
 
 
 def is_stop_requested() -> bool:
-    """Return True once this run was asked to stop. Ranks may learn it at different steps; let them
-    agree.
+    """Return True once this run was asked to stop. Ranks may see it at different steps; they must
+    agree on one.
     """
     folder = _find_folder()
     return stop_requested.is_set() if folder is None else was_asked_to_stop(folder)
@@ -355,6 +360,6 @@ def _watch(reader: int) -> None:
             time.sleep(0.02)
         is_ending = (folder / ENDING).exists()
         if number == signal.SIGINT and not is_ending:
-            (folder / _STOP).touch()  # to this rank alone: from W&B's "Stop run"
+            (folder / _STOP).touch()  # this rank alone was asked: by W&B's "Stop run"
         if is_ending or not was_asked_to_stop(folder) or (folder / _ABORT).exists():
             os._exit(128 + number)

@@ -1,13 +1,13 @@
 """Rendezvous of the machines of a run: addresses and ports, torchrun's options, and its errors in
 one line.
 
-On one machine nothing listens: `LocalRendezvous`. Several machines meet at a port, which has no
+On one machine no port is open: see `LocalRendezvous`. Several machines meet at a port without
 authentication.
 
-gloo and torchrun take what the host name resolves to. On many machines that is a loopback address
-(Debian writes the host name into /etc/hosts as 127.0.1.1; a container may have the name of its
-host), which no other machine can reach. The route to a machine that all of them must reach anyway,
-that of the rendezvous, says better.
+gloo and torchrun use the address to which the host name resolves. On many machines that is a
+loopback address, which no other machine can reach (Debian writes the host name into /etc/hosts as
+127.0.1.1; a container may have the name of its host). A better source is the route to the
+rendezvous, a machine that all of them must reach anyway.
 """
 
 import argparse
@@ -35,24 +35,24 @@ from torch.distributed.elastic.rendezvous.api import (
 from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
 from titanlite.launch.protocol import say
 
-# Nothing is sent there: connecting a datagram socket only asks the kernel for the route.
+# No packet is sent there: connecting a datagram socket only asks the kernel for the route.
 _SOMEWHERE = "8.8.8.8"
 _ANY_PORT = 9
-# Lower ports belong to services; higher ones Linux gives to any connection, which may take one
-# meanwhile.
+# Lower ports belong to services; Linux assigns higher ones to any connection, possibly before the
+# port is opened.
 PORTS = range(10_000, 32_768)
-# Environment variable with the file where the ranks of one machine meet, each start in a new one.
+# Environment variable: the file in which the ranks of one machine meet, a new one for each start.
 STORE_FILE = "TITANLITE_STORE_FILE"
-PORT_TAKEN = "failed to listen"  # in torch's error where a store cannot open its port
+PORT_TAKEN = "failed to listen"  # in torch's error if a store cannot open its port
 
 
 def find_local_address(host: str) -> str:
-    """Return the address of this machine from which `host` is reached, and by which `host` reaches
+    """Return the address of this machine from which `host` is reached, and at which `host` reaches
     this machine.
 
-    If `host` is this machine under a name, it is the address of the default route, or else of the
-    first interface that has one; if it is a loopback address, all ranks are on this machine, and it
-    is the result.
+    If `host` is a name of this machine, the result is the address of the default route, or else of
+    the first interface that has one. If `host` is a loopback address, all ranks are on this
+    machine, and the result is that address.
 
     Raises ConfigError: `host` cannot be resolved.
     """
@@ -87,8 +87,8 @@ def find_interface(host: str) -> str:
 
 
 def find_free_port() -> int:
-    """Return a port on which nobody listens, for a process that will in a few seconds."""
-    # not the generator that a run seeds: two runs would get the same ports
+    """Return a free port, for a process that opens it within seconds."""
+    # Not the generator that a run seeds, with which two runs would get the same ports.
     draw = random.SystemRandom()
     while not is_free(port := draw.choice(PORTS)):
         pass
@@ -96,7 +96,7 @@ def find_free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Return True unless something listens there already."""
+    """Return True unless a process listens on the port already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -107,18 +107,20 @@ def is_free(port: int) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Return True if an address of `host` belongs to this machine. Raises ConfigError: `host`
-    cannot be resolved.
+    """Return True if an address of `host` belongs to this machine.
+
+    Raises ConfigError: `host` cannot be resolved.
     """
-    # The route to an address of its own begins at that address.
+    # The route to one of the machine's own addresses begins at that address.
     return any(
         _is_loopback(address) or _source_towards(address) == address for address in resolve(host)
     )
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver. Raises
-    ConfigError: it has none.
+    """Return the addresses of `host`, IPv4 and IPv6, in the order of the resolver.
+
+    Raises ConfigError: `host` cannot be resolved.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -131,7 +133,7 @@ def resolve(host: str) -> list[str]:
 
 
 def _source_towards(address: str) -> str | None:
-    """Return the address that packets to `address` would come from, or None without a route."""
+    """Return the source address of packets to `address`, or None without a route."""
     with socket.socket(
         socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM
     ) as probe:
@@ -150,10 +152,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Return (interface, address) of this machine, IPv4 and IPv6."""
+    """Return (interface, address) pairs of this machine, IPv4 and IPv6."""
     found = []
     for name, entries in psutil.net_if_addrs().items():
-        # An address with % is link-local: it reaches no other machine by itself.
+        # An address with % is link-local: without its interface it reaches no other machine.
         found += [
             (name, e.address)
             for e in entries
@@ -163,7 +165,7 @@ def _addresses() -> list[tuple[str, str]]:
 
 
 DEFAULT_PORT = 29400
-_JOIN_TIMEOUT_S = 600  # torchrun's own
+_JOIN_TIMEOUT_S = 600  # torchrun's default
 _PAUSE_S = 0.5
 
 _LOCAL = "titanlite-local"
@@ -175,9 +177,9 @@ class LocalRendezvous(RendezvousHandler):
     """The rendezvous of one machine: the launcher's own memory for torchrun, and a file for the
     ranks.
 
-    torchrun's own opens a port on all interfaces, and unpickles what anybody who reaches it has put
-    there; so do the ranks. Each start of the ranks has a new file: in the old one are addresses of
-    ranks that are gone.
+    torchrun's own rendezvous opens a port on all interfaces, and unpickles data from anybody who
+    can connect; the ranks' store does the same. Each start of the ranks has a new file, because the
+    old one has addresses of ended ranks.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -185,10 +187,10 @@ class LocalRendezvous(RendezvousHandler):
         self._starts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return at once; the ranks that start next inherit the variable with their file."""
+        """Return at once; the ranks that start next inherit the variable with their file's name."""
         self._starts += 1
         os.environ[STORE_FILE] = str(Path(os.environ[NOTICE_FOLDER], f"store-{self._starts}"))
-        # Nobody listens there; for programs of users that expect the variables.
+        # Nothing listens at this port; users' programs may expect the variables.
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", find_free_port()))
 
     def get_backend(self) -> str:
@@ -214,31 +216,31 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     """Complete torchrun's `options` in place, and wait until the rendezvous of several machines can
     be reached.
 
-    On one machine nothing listens. Signals are obeyed while this waits.
+    On one machine no port is opened. Signals are handled during the wait.
 
     Raises ConfigError: the host of the rendezvous cannot be resolved, or is not reached within the
     join timeout.
     """
-    if options.standalone or options.nnodes in ("1", "1:1"):  # one machine only, now and later
+    if options.standalone or options.nnodes in ("1", "1:1"):  # always a single machine
         rendezvous_handler_registry.register(_LOCAL, LocalRendezvous)
         options.standalone = False
         options.rdzv_backend = _LOCAL
         options.rdzv_id = str(uuid.uuid4())
-        # not used; without one torchrun warns of its default master_addr
+        # Not used; without an endpoint torchrun warns about its default master_addr.
         options.rdzv_endpoint = "localhost"
         return options
     host, port = get_endpoint(options)
     elastic = options.rdzv_backend == "c10d"
     here = options.node_rank == 0 if not elastic else is_this_machine(host)
     if elastic:
-        # Otherwise machines would be known by names that the others may not resolve.
+        # Otherwise machines would be known by names that other machines may not resolve.
         options.local_addr = options.local_addr or find_local_address(host)
-        # torchrun finds out by comparing names, but machines may share theirs, and have addresses
-        # beside that of it.
+        # torchrun compares names to find the host, but machines may share a name, or have more
+        # addresses than the name's.
         if "is_host=" not in options.rdzv_conf and not (
             here and host in ("localhost", socket.gethostname())
         ):
-            # of several launchers on one machine, the first has the store
+            # if several launchers run on one machine, the first has the store
             is_host = int(here and is_free(port))
             options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"is_host={is_host}"]))
         name = f", rendezvous '{options.rdzv_id}'"
@@ -252,7 +254,7 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
-    """Return (host, port) where the machines meet."""
+    """Return (host, port) of the rendezvous."""
     if options.rdzv_backend != "c10d":
         return options.master_addr, options.master_port
     host, colon, port = options.rdzv_endpoint.rpartition(":")
@@ -262,7 +264,7 @@ def get_endpoint(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def describe_failure(error: Exception, options: argparse.Namespace) -> str:
-    """Describe one of `RENDEZVOUS_ERRORS`."""
+    """Describe an error, one of `RENDEZVOUS_ERRORS`, in a sentence."""
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
@@ -295,7 +297,7 @@ def _get_join_timeout(options: argparse.Namespace) -> int:
 
 
 def _wait_for(host: str, port: int, timeout_s: float) -> None:
-    """Return once something listens there. torch would wait in C, where signals are not handled."""
+    """Return once a process listens there. torch would wait in C, where signals are not handled."""
     end = time.monotonic() + timeout_s
     while True:
         try:
