@@ -1,9 +1,9 @@
-"""Plain text of files, and the cache: results that are built once per machine, shared by all
+"""Plain text in files, and the cache: results that are built once per machine and shared by all
 processes.
 
-Every rank asks for the same file of the cache; one builds it, the others sleep on a file lock and
-then read it. Files appear by `os.replace`, so a reader sees a whole file or none, and a killed
-builder leaves nothing that looks finished.
+Every rank requests the same cache file; one rank builds it, while the others wait on a file lock
+and then read it. Files appear by `os.replace`, so a reader sees a whole file or none, and a killed
+builder leaves nothing that looks complete.
 """
 
 import json
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-# Words in names of files, as `datasets` understands them.
+# Words in file names, as `datasets` interprets them.
 _SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -58,9 +58,9 @@ class Corpus:
     def get_documents(self, ends: Iterable[str], found: Counter[str]) -> Iterator[str]:
         """Yield every document; `ends` are tokens that end a text. `found` counts the separators.
 
-        With the separator "found", an end token that begins or ends a line separates documents; a
-        program that quotes the token has it inside a line. A separator takes the line end after it
-        along. What is blank between two separators is no document.
+        With the separator "found", an end token at the beginning or end of a line separates
+        documents; a program that quotes the token has it inside a line. The newline after a
+        separator belongs to it. Blank text between two separators is not a document.
 
         Raises DataError: as the iteration over the files.
         """
@@ -78,14 +78,14 @@ class Corpus:
                     yield document
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, text) of every file that is not empty; newlines are kept as they are.
+        """Yield (name, text) of every file that is not empty; newlines are unchanged.
 
         Raises DataError: a file cannot be read, or is not UTF-8.
         """
         for name, path in self.files:
             try:
-                # decode() and not open(): text mode would turn \r\n into \n, and the digest is
-                # over the bytes.
+                # decode(), not open(): text mode would turn \r\n into \n, and the digest is over
+                # the bytes.
                 text = read_regular(path, None).decode("utf-8")
             except OSError as error:
                 raise DataError(
@@ -102,7 +102,7 @@ class Corpus:
 
     @cached_property
     def _summary(self) -> tuple[str, int]:
-        """(sha256 in hex, bytes)."""
+        """Return (sha256 in hex, bytes)."""
         if self.cache_folder is None:
             return self._summarize()
         what = f"corpus {[name for name, _ in self.files]}"
@@ -135,7 +135,7 @@ def _get_size(path: Path) -> int:
     try:
         return check_regular(path).st_size
     except OSError:
-        return 1  # a broken link, or a pipe: reading it later raises the error that names it
+        return 1  # a broken link, or a pipe: the later read raises an error that names it
 
 
 def find_files(
@@ -158,13 +158,15 @@ def find_files(
 
 
 def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
-    """Return the `files` in `root` with `split` in their names, of its kind, or of none; DataError:
-    others.
+    """Return the `files` in `root` whose names contain `split`, or else those of the same kind of
+    split, or else those without a split in their names.
+
+    Raises DataError: all files are of different splits.
     """
     splits = {file: _find_split(file.relative_to(root)) for file in files}
     kind = _find_split(Path(split))
     kinds = sorted({name for name in splits.values() if name})
-    named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs, next to train_sft
+    named = rf"(?<![a-z]){re.escape(split.lower())}(?![a-z])"  # train_prefs is not train_sft
     if exact := [
         file
         for file in files
@@ -174,7 +176,7 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     found = [file for file in files if splits[file] == kind] or [
         file for file in files if splits[file] is None
     ]
-    # validation may be called test
+    # files for validation may be called test
     if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):
         text = (
             f"data: no file in {root} is of split '{split}', their names have {list_names(kinds)}. "
@@ -189,7 +191,7 @@ def _find_split(path: Path) -> str | None:
 
 
 def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """Find the `.py` files of the running Python's standard library, or of `root`, without
+    """Return the `.py` files of the running Python's standard library, or of `root`, without
     packages, tests and caches.
 
     About 12 MB and 700 documents for Python 3.11.
@@ -211,8 +213,8 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
     """Build the corpus of a file, or of all files below a folder whose name or relative path
     matches `pattern`.
 
-    Without a pattern all .txt files; where each is of a split (train.txt, test.txt), those for
-    training.
+    Without a pattern it takes all .txt files; if each of them belongs to a split (train.txt,
+    test.txt), only those for training.
 
     Raises DataError: `path` does not exist, nothing matches `pattern`, or every file is empty.
     """
@@ -242,8 +244,9 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
 
 
 def build_corpus(data: DataSection) -> Corpus:
-    """Build the corpus that the `[data]` section names. DataError as `build_stdlib_corpus` and
-    `build_text_corpus`.
+    """Build the corpus that the `[data]` section names.
+
+    Raises DataError: as `build_stdlib_corpus` and `build_text_corpus`.
     """
     if data.dataset == "stdlib":
         return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
@@ -255,8 +258,8 @@ def build_corpus(data: DataSection) -> Corpus:
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:
-    """Yield `text` in pieces of at most `max_chars` characters, cut after a newline wherever there
-    is one.
+    """Yield `text` in pieces of at most `max_chars` characters, cut after a newline if there is
+    one.
     """
     start = 0
     while len(text) - start > max_chars:
@@ -277,8 +280,8 @@ def get_cache_folder(data: DataSection) -> Path:
 
 @cache
 def get_code_digest(*folders: Path) -> str:
-    """Return a digest of the code in `folders`, which is part of cache keys: other code, other
-    results.
+    """Return a digest of the code in `folders`. It is part of cache keys, because different code
+    gives different results.
     """
     digest = sha256()
     for file in sorted(file for folder in folders for file in folder.glob("*.py")):
@@ -291,9 +294,9 @@ def load_or_build(
 ) -> tuple[T, float]:
     """Return `load()`, after `build()` if there was nothing valid to load.
 
-    `load` returns None when the file is missing or damaged; it may run while another process
-    builds. `build` runs under a lock and must end with `write_atomic`. Also returned are the
-    seconds spent on building it or waiting for that.
+    `load` returns None if the file is missing or damaged; it may run while another process builds.
+    `build` runs under a lock and must end with `write_atomic`. The second result is the seconds
+    spent on building, or waiting for another process to build.
 
     Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is
     damaged.
@@ -303,9 +306,9 @@ def load_or_build(
     start_s = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # the file stays: others may wait for it
+        # The lock file stays: other processes may wait for it.
         with FileLock(path.with_name(f"{path.name}.lock")):
-            if (value := load()) is None:  # no other process has made it while this one waited
+            if (value := load()) is None:  # no other process built it in the meantime
                 build()
                 value = load()
     except OSError as error:
@@ -322,15 +325,15 @@ def load_or_build(
 
 
 def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
-    """Return (path, inode, size, mtime, ctime) of each file, times in ns: alike for files that have
-    not changed.
+    """Return (path, inode, size, mtime, ctime) of each file, times in ns. The result is equal if a
+    file has not changed.
 
     No program can set ctime, the time of the last change. Raises OSError: a file is missing or
     cannot be read.
     """
     stamps = []
     for file in files:
-        # a network file system asks its server only when a file is opened
+        # A network file system asks its server only when a file is opened.
         with open_regular(file) as stream:
             s = os.fstat(stream.fileno())
         stamps.append((os.path.abspath(file), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
@@ -338,11 +341,11 @@ def stamp_files(files: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
 
 
 def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[[], T]) -> T:
-    """Return `compute()`, or its cached result for the same files: a value for JSON, not None.
+    """Return `compute()`, or its cached result for the same files: a JSON value, not None.
 
-    A digest of a terabyte would otherwise take each rank a quarter of an hour at each start.
-    `files` are the same if their stamps are; `what` identifies the value, with all else that it
-    depends on. Raises as `load_or_build`.
+    Without the cache, the digest of a terabyte would take each rank a quarter of an hour at each
+    start. `files` are the same if their stamps are equal; `what` identifies the value, and
+    everything else that it depends on. Raises as `load_or_build`.
     """
     try:
         stamps = stamp_files(files)

@@ -1,5 +1,4 @@
-"""Packed sequences: the token array cut every seq_len tokens, whatever documents the cut goes
-through.
+"""Packed sequences: the token array, cut every seq_len tokens even within documents.
 
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
@@ -18,9 +17,9 @@ from titanlite.data.tokens import TokenizedCorpus
 from titanlite.ops import IGNORE_INDEX
 from titanlite.ops.attention import find_starts
 
-_ROUNDS = 6  # of the Feistel network
+_ROUNDS = 6  # rounds of the Feistel network
 _MIX = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
-# Enough to tell one corpus from another.
+# Enough to distinguish one corpus from another.
 _CHECKED_TOKENS = 1 << 20
 
 
@@ -29,11 +28,11 @@ class Batch:
     """B sequences of L tokens; all tensors are int64 and of shape (B, L)."""
 
     tokens: Tensor  # input token ids
-    # the token that follows, or -100 where there is none to predict, as after an end-of-text token
+    # the next token, or -100 if there is none to predict, as after an end-of-text token
     labels: Tensor
     positions: Tensor  # of the token in its document, counted from the document's start in this row
     # Documents of the row, counted from 0; attention must not cross them. Padding has -1. Of a
-    # preference pair, chosen has the id 2n and rejected 2n + 1, in the same row.
+    # preference pair, the chosen answer has the id 2n and the rejected one 2n + 1, in the same row.
     document_ids: Tensor
 
     @property
@@ -42,7 +41,7 @@ class Batch:
         return {}
 
     def count_tokens(self) -> Tensor:
-        """Count the tokens, padding left out: int64 scalar on the batch's device; no
+        """Count the tokens without padding: int64 scalar on the batch's device; no
         synchronization.
         """
         if self.document_ids is None:  # in benchmarks: a row is one document
@@ -57,8 +56,8 @@ class Batch:
         return Batch(**moved)
 
     def with_rows(self, count: int) -> "Batch":
-        """Return a batch of the same shape whose rows from `count` on are padding: no label, no
-        document.
+        """Return a batch of the same shape whose rows from `count` on are padding, without labels
+        and documents.
         """
         if count >= len(self.tokens):
             return self
@@ -71,8 +70,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchWithStarts(Batch):
-    """A batch on a CUDA device, and where its documents begin, as `find_starts` found without a
-    wait on the host.
+    """A batch on a CUDA device with the starts of its documents, which `find_starts` found without
+    a wait on the host.
     """
 
     starts: Tensor
@@ -83,10 +82,10 @@ class BatchWithStarts(Batch):
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """Return `tensor` on `device`, itself if it is there; from the host to CUDA it is queued, out
-    of pinned memory.
+    """Return `tensor` on `device`, itself if it is there. A copy from the host to CUDA is queued,
+    from pinned memory.
 
-    A copy out of pageable memory would wait for all the work that is queued before it.
+    A copy from pageable memory would wait for all queued work.
     """
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -94,15 +93,15 @@ def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
 
 
 class TrainDataset(Protocol):
-    """Data for a loader: numbered sequences, and an order that is a function of (seed, sample) and
-    nothing else.
+    """Data for a loader: numbered sequences, and an order that is a function of only (seed,
+    sample).
     """
 
     seq_len: int
 
     @property
     def num_train_sequences(self) -> int | None:
-        """Sequences of one epoch; None for a stream, whose end is not known."""
+        """Number of sequences of one epoch; None for a stream, whose end is not known."""
         ...
 
     @property
@@ -112,14 +111,14 @@ class TrainDataset(Protocol):
 
     @property
     def form(self) -> str:
-        """Form of the rows: "text", or one of `features/sft/forms.py`, such as "preference" for
-        pairs.
+        """Format of the rows: "text", or a format of `features/sft/forms.py`, such as "preference"
+        for pairs.
         """
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Description of the sequences in words: equal for equal sequences."""
+        """Description of the sequences: equal for equal sequences."""
         ...
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
@@ -144,8 +143,8 @@ class SequenceDataset(TrainDataset, Protocol):
 
 
 class Source(NamedTuple):
-    """One of the datasets that a run reads, with its share of the training sequences; a single one
-    has no name.
+    """One of the datasets that a run reads, with its share of the training sequences; without a
+    name if it is the only one.
     """
 
     name: str
@@ -155,9 +154,9 @@ class Source(NamedTuple):
 
 @runtime_checkable
 class Mixture(Protocol):
-    """A dataset that reads several sources, each with a position of its own."""
+    """A dataset that reads several sources and tracks a position in each."""
 
-    # by name, sequences of a source in addition to those that its share alone gives
+    # by name: sequences taken from a source in addition to those that follow from its share
     offsets: dict[str, int]
 
     @property
@@ -170,13 +169,13 @@ class Mixture(Protocol):
         ...
 
     def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
-        """Continue each source at sample `samples` after its `taken` sequences; sources that are
-        new begin at 0.
+        """Continue at sample `samples`, where each source has given its `taken` sequences; new
+        sources begin at 0.
         """
 
 
 def get_sources(dataset: TrainDataset) -> list[Source]:
-    """Return the sources of a mixture, or the one that `dataset` is."""
+    """Return the sources of a mixture, or `dataset` as the only source."""
     return (
         dataset.sources
         if isinstance(dataset, Mixture)
@@ -185,11 +184,12 @@ def get_sources(dataset: TrainDataset) -> list[Source]:
 
 
 class ShuffledSequences:
-    """A `SequenceDataset` of sequences in a shuffled order, and held-out ones after them.
+    """A `SequenceDataset` with training sequences in a shuffled order, followed by the held-out
+    sequences.
 
     Training sample n is number n % N of epoch n // N, and each epoch is a permutation of the N
-    sequences that depends on (seed, epoch) alone. It is computed place by place (`permute_places`):
-    to hold one of 244 million sequences would take 6 GB.
+    sequences that depends only on (seed, epoch). It is computed for the requested positions
+    (`permute_places`): storing a permutation of 244 million sequences would take 6 GB.
     """
 
     num_train_sequences: int
@@ -214,11 +214,11 @@ class ShuffledSequences:
 class PackedDataset(ShuffledSequences):
     """Sequence i is `tokens[i * L : i * L + L + 1]`: L inputs and, shifted by one, L labels.
 
-    The last sequences are held out, as many as `get_num_held_out` says. The last label of the
-    training part is the first input of the held-out part, which is nowhere a label there: no
-    prediction is both trained and validated.
+    The last `get_num_held_out` sequences are held out. The last label of the training part is the
+    first input of the held-out part, and is not a label there: no prediction is both trained and
+    validated.
 
-    Raises DataError: there are fewer than two sequences (one, if none is held out).
+    Raises DataError: there are fewer than two sequences (one, if no sequence is held out).
     """
 
     form = "text"
@@ -256,7 +256,7 @@ class PackedDataset(ShuffledSequences):
 
     @property
     def fingerprint(self) -> str:
-        """Tokens, documents, a checksum and the length of a sequence, in words."""
+        """Description by tokens, documents, a checksum and the length of a sequence."""
         tokens = self.tokenized.tokens
         checksum = zlib.crc32(np.ascontiguousarray(tokens[:_CHECKED_TOKENS]).tobytes())
         return (
@@ -270,8 +270,8 @@ class PackedDataset(ShuffledSequences):
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Implement `TrainDataset.batch`; raises IndexError for an index below 0 or not below
-        `num_sequences`.
+        """Return the sequences `indices`, see `TrainDataset.batch`. Raises IndexError: an index is
+        below 0, or not below `num_sequences`.
         """
         starts_B = np.asarray(indices, dtype=np.int64)
         if starts_B.size == 0 or starts_B.min() < 0 or starts_B.max() >= self.num_sequences:
@@ -301,10 +301,10 @@ class PackedDataset(ShuffledSequences):
 
 
 def get_num_held_out(total: int, share: float | None = None) -> int:
-    """Return how many of `total` are held out: `share` of them (0: none; otherwise at least 1, and
-    not all).
+    """Return how many of `total` are held out: the fraction `share` (0: none; otherwise at least 1,
+    and not all).
 
-    Without a share 1%, but at least 64, or 10% where 64 would be more than that; at least 1.
+    By default it is 1 %, but at least the smaller of 64 and 10 %, and at least 1.
     """
     if share is None:
         return max(-(-total // 100), min(64, total // 10), 1)
@@ -314,12 +314,12 @@ def get_num_held_out(total: int, share: float | None = None) -> int:
 def permute_places(
     seed: int, epoch: int, num_sequences: int, places: np.ndarray | None = None
 ) -> np.ndarray:
-    """Permute `places` (n,) int64, by default all, by a permutation of `num_sequences` that is
+    """Map `places` (n,) int64, by default all, through a permutation of `num_sequences` that is
     keyed by (seed, epoch).
 
-    A Feistel network over the next even number of bits; a result that is no sequence goes through
-    it again until it is one (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), at most four times on average.
+    A Feistel network over the next even number of bits. Results outside of the range are mapped
+    again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"), at most four times on average.
     """
     half = np.uint64(max(-(-(num_sequences - 1).bit_length() // 2), 1))
     mask = np.uint64((1 << int(half)) - 1)

@@ -1,9 +1,9 @@
-"""Batches of a step as a pure function of (seed, step), and how they are built from the
+"""Batches of a step as a pure function of (seed, step), and their construction from the
 configuration.
 
 The data position of a run is its step, and nothing else. There is no background thread: a
 micro-batch of 16 Ki tokens takes under 1 ms from the page cache, and a step starts its GPU work
-before the next step asks for data.
+before the next step requests data.
 """
 
 import math
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ValidationSet(NamedTuple):
-    """Held-out micro-batches of one source for this rank, CPU tensors.
+    """Held-out micro-batches of one source for this rank, as CPU tensors.
 
     `weight` is the weight of a sequence in the validation loss, so that each source counts by its
     share.
@@ -53,11 +53,11 @@ class ValidationSet(NamedTuple):
 
 @dataclass
 class TrainLoader:
-    """Share of every global batch that one data-parallel rank trains on.
+    """The part of every global batch that one data-parallel rank trains on.
 
-    Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, G
-    being `global_batch_size`, on any mesh. Micro-batch m of rank r holds `local_batch_size` samples
-    of those, starting at (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches
+    Step s trains on the samples [s * G, (s + 1) * G) of the endless sample order of `dataset`, on
+    any mesh; G is `global_batch_size`. Micro-batch m of rank r holds `local_batch_size` of these
+    samples, starting at (m * dp_degree + r) * local_batch_size; over all ranks and micro-batches
     each sample appears once. Ranks that differ only in context, tensor or expert parallel
     coordinates share a `dp_rank` and get the same batches. The global batch is a multiple of
     `local_batch_size * dp_degree`.
@@ -78,12 +78,12 @@ class TrainLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Description of the data order in words: equal for equal orders."""
+        """Description of the data order: equal for equal orders."""
         return f"{self.dataset.fingerprint}, seed {self.seed}, order keyed"
 
     @property
     def mixture(self) -> str:
-        """Shares of the sources in words; empty for a single source."""
+        """The shares of the sources as text; empty for a single source."""
         sources = get_sources(self.dataset)
         return (
             ", ".join(f"{source.share:.2%} {source.name}" for source in sources)
@@ -94,11 +94,11 @@ class TrainLoader:
     def start_from(
         self, step: int, samples: int, skip_to: int = 0, taken: Mapping[str, int] | None = None
     ) -> None:
-        """Start step `step` after the first `samples` samples of the data order; leave out those
+        """Start step `step` after the first `samples` samples of the data order; skip the samples
         before `skip_to`.
 
-        The global batch size may differ from that of earlier steps. `taken` are the sequences that
-        earlier steps took of each source of a mixture, which may have been another mixture.
+        The global batch size may differ from earlier steps. `taken` is the number of sequences that
+        earlier steps took from each source of a mixture, which may have been a different mixture.
         """
         if isinstance(self.dataset, Mixture):
             self.dataset.go_on(self.seed, samples, taken or {})
@@ -113,7 +113,7 @@ class TrainLoader:
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
-        """Count the samples of the data order that the steps before `step` trained on, or left out.
+        """Count the samples of the data order that the steps before `step` trained on or skipped.
 
         Raises ValueError: the run was resumed after `step`.
         """
@@ -136,10 +136,10 @@ class TrainLoader:
 
     def validation_sets(self, num_steps: int) -> list[ValidationSet]:
         """Return every held-out sequence of each source once, or the first `num_steps` global
-        batches of each (0: all).
+        batches of each source (0: all).
 
-        The same at every validation and on any mesh. All ranks get equally many micro-batches of
-        equal shape, filled up with rows without labels.
+        The result is the same at every validation and on any mesh. All ranks get the same number of
+        micro-batches of equal shape, filled up with rows without labels.
         """
         held_out = self._held_out(num_steps)
         weights = [source.share / count for source, count in held_out]
@@ -151,13 +151,13 @@ class TrainLoader:
         ]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
-        """Return the micro-batches of this rank in all `validation_sets`, one after the other; CPU
+        """Return this rank's micro-batches in all `validation_sets`, one after another; CPU
         tensors.
         """
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
     def coming_batches(self, step: int, job: JobConfig) -> Iterator[Batch]:
-        """Yield every micro-batch that this rank trains on from `step` on, and those it validates
+        """Yield every micro-batch that this rank trains on from `step` on, then those it validates
         on; on the host.
         """
         for number in range(step, job.training.steps):
@@ -166,8 +166,8 @@ class TrainLoader:
             yield from self.validation_batches(job.validation.steps)
 
     def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
-        """Return the sources with held-out sequences, each with the number of them that a
-        validation takes.
+        """Return the sources with held-out sequences, each with the number of sequences that a
+        validation uses.
         """
         most = num_steps * self.global_batch_size or sys.maxsize
         counts = [
@@ -191,11 +191,11 @@ def build_loader(
     `before` is the batch size of the run that is resumed.
 
     Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
-    little for `seq_len`.
+    little data for `seq_len`.
     """
     training = job.training
-    # For streams this reads rows, so only where it counts. A document of plain text, or an image,
-    # is one example.
+    # Only if the number is needed, because streams read rows for it. A plain-text document, or an
+    # image, counts as one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
     examples = sum(
         source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources
@@ -207,7 +207,7 @@ def build_loader(
         global_batch_size=resolve_global_batch_size(
             job, dp_degree, examples, sum(sizes) if all(sizes) else None, before
         ),
-        local_batch_size=training.local_batch_size or 1,  # until it is chosen
+        local_batch_size=training.local_batch_size or 1,  # 1 until it is chosen
         dp_rank=dp_rank,
         dp_degree=dp_degree,
     )
@@ -219,7 +219,7 @@ def build_loader(
 def get_kind(data: DataSection) -> str:
     """Return the configured kind of data: "text", "examples", "stream", "mixture" or "images".
 
-    Raises DataError: it asks for none.
+    Raises DataError: the configuration names no data.
     """
     if data.dataset == "none":
         raise DataError(
@@ -241,9 +241,7 @@ def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset
 
 
 def resolve_tokenizer_path(job: JobConfig) -> DataSection:
-    """Return `job.data`, with the tokenizer of `model.hf_assets_path` where no other is
-    configured.
-    """
+    """Return `job.data`, with the tokenizer of `model.hf_assets_path` if no other is configured."""
     data = job.data
     assets = Path(job.model.hf_assets_path).expanduser()
     if (
@@ -251,7 +249,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
         and not data.tokenizer_path
         and (assets / "tokenizer.json").is_file()
     ):
-        # Pretrained weights mean nothing with the ids of another tokenizer.
+        # Pretrained weights are useless with another tokenizer's ids.
         data = replace(data, tokenizer_path=str(assets))
         logger.info("data: using the tokenizer in %s", assets)
     return data
@@ -260,7 +258,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 def build_packed(
     data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = ""
 ) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
-    """Return the tokenizer, trained on the text unless it is given, and the sequences of
+    """Return the tokenizer, trained on the text unless one is given, and the sequences of
     `data.path`.
     """
     corpus = build_corpus(data)
@@ -283,8 +281,8 @@ def build_packed(
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
-    """Return `job` with its global batch size, and its epochs as steps, counted on from `before`, a
-    `Progress`.
+    """Return `job` with its global batch size, and with its epochs converted to steps, counted from
+    `before`, a `Progress`.
     """
     training = job.training
     sequences = loader.dataset.num_train_sequences
@@ -320,8 +318,8 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
 
 
 def check_form(job: JobConfig, form: str) -> list[str]:
-    """Return the problem of rows of a format for fine-tuning, for a model with random weights that
-    were not asked for.
+    """Return the problem of rows for fine-tuning with a model whose weights are random although the
+    user did not request that.
     """
     if form == "text" or job.checkpoint.initial_load_path or job.model.init == "random":
         return []

@@ -1,13 +1,13 @@
-"""Tokenizers: one from a local folder, or a byte-level BPE trained on the corpus the first time it
-is needed.
+"""Tokenizers: loaded from a local folder, or a byte-level BPE that is trained on the corpus when it
+is first needed.
 
-Transformers builds the tokenizers of some models anew, with the normalization and the splitting of
-the model's class whatever tokenizer.json says. A BPE is therefore trained in the form of that
-class.
+transformers rebuilds the tokenizers of some models with the normalization and splitting of the
+model's class, whatever tokenizer.json says. A BPE is therefore trained with the normalization and
+splitting of that class.
 
-TOKENIZERS_PARALLELISM is deliberately left alone: true would make a process hang that is forked
-after the library's thread pool has started (seen with tokenizers 0.23); false makes first use up to
-twice as slow on 2 cores.
+TOKENIZERS_PARALLELISM is deliberately not set: with true, a process that is forked after the
+library's thread pool has started would hang (seen with tokenizers 0.23); with false, the first use
+is up to twice as slow on 2 cores.
 """
 
 import json
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-# 12 MB train in 1.5 to 2.5 s on 2 cores, so this much stays near 5 s.
+# 12 MB train in 1.5 to 2.5 s on 2 cores, so this limit takes about 5 s.
 _MAX_TRAINING_BYTES = 24 * 2**20
 _TRAINING_PIECE_CHARS = 64 * 2**10
-# Names that tokenizer.json files without a tokenizer_config.json use for the end of a text.
+# Names of the end-of-text token in tokenizer.json files without a tokenizer_config.json.
 _KNOWN_END_OF_TEXT = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -49,10 +49,10 @@ _KNOWN_END_OF_TEXT = (
     "</s>",
     "<eos>",
 )
-# raise it when the training below changes, or old cached tokenizers will be taken for new ones
+# increase it when the training below changes; otherwise old cached tokenizers are used
 _RECIPE_VERSION = 2
-# What transformers 5 notes in tokenizer_config.json about how it loaded the tokenizer, true of that
-# machine only, and its other name for the table `extra_special_tokens`, which transformers 4
+# Keys that transformers 5 adds to tokenizer_config.json: how it loaded the tokenizer, which is true
+# only on that machine, and its new name of the table `extra_special_tokens`, which transformers 4
 # ignores.
 _NOT_WRITTEN = (
     "is_local",
@@ -67,14 +67,14 @@ _STANDARD_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pa
 
 @lru_cache(maxsize=2)
 def serialize(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return its tokenizer.json as text. Cached: it takes a third of a second for 150 k tokens, and
-    never changes.
+    """Return the tokenizer's tokenizer.json as a string. Cached, because it takes a third of a
+    second for 150 k tokens, and never changes.
     """
     return tokenizer.backend_tokenizer.to_str()
 
 
 def count_ids(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return one more than the largest token id; `len(tokenizer)` is less where ids have holes."""
+    """Return one more than the largest token id; `len(tokenizer)` is less if ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -92,10 +92,11 @@ def get_prefix(tokenizer: "PreTrainedTokenizerFast") -> tuple[int, ...]:
 def build_end_reader(
     tokenizer: "PreTrainedTokenizerFast",
 ) -> Callable[[str], tuple[tuple[int, ...], str]]:
-    """Return a function of the text of a document that returns the ids in front of it, and the text
-    without the begin and end tokens that it spells at its two ends.
+    """Return a function of a document's text that returns the ids in front of it, and the text
+    without a begin token at its start and an end token at its end.
 
-    A begin token that the tokenizer does not put in front of any text is in front of such a text.
+    If a text starts with a begin token that the tokenizer does not put in front of all texts, that
+    token is added to the ids.
     """
     prefix = get_prefix(tokenizer)
     begin = cast("str | None", tokenizer.bos_token) or None
@@ -119,8 +120,8 @@ def get_bpe_form(model_type: str) -> Tokenizer:
     """Return an untrained byte-level BPE with the normalization and splitting of transformers'
     class for `model_type`.
 
-    GPT-2's, without normalization, where the class takes tokenizer.json as it is, or is no
-    byte-level BPE.
+    If the class uses tokenizer.json unchanged, or is not a byte-level BPE, the result is like
+    GPT-2's, without normalization.
     """
     # Imported here because transformers takes 0.5 to 1 s, and readers of titanlite.data may not
     # need a tokenizer.
@@ -149,18 +150,18 @@ def get_bpe_form(model_type: str) -> Tokenizer:
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) -> Tokenizer:
-    """Train a byte-level BPE in `form`, by default GPT-2's; it encodes any text, without loss
-    except for normalization.
+    """Train a byte-level BPE with the settings of `form`, by default GPT-2's. It encodes any text,
+    without loss except for normalization.
 
     Token 0 is '<|endoftext|>', tokens 1 to 256 are the bytes. The result is the same for the same
-    corpus, whatever the number of threads. A corpus above 24 MiB is thinned to evenly spaced pieces
-    of about that size in all. A small one may run out of pairs to merge and give fewer tokens than
-    `vocab_size`.
+    corpus, regardless of the number of threads. A corpus above 24 MiB is sampled in evenly spaced
+    pieces of about that total size. A small corpus may have too few pairs to merge, and give fewer
+    tokens than `vocab_size`.
     """
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # all 256 bytes, seen or not: no unknown token
+        # all 256 bytes, even those not in the corpus: no unknown token
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -170,7 +171,9 @@ def train_bpe(corpus: Corpus, vocab_size: int, form: Tokenizer | None = None) ->
 
 
 def _get_training_pieces(corpus: Corpus) -> Iterator[str]:
-    """Return the text to train on: every nth piece of the corpus, n = 1 unless it is too large."""
+    """Return the text to train on: every nth piece of the corpus, with n = 1 unless it is too
+    large.
+    """
     stride = -(-corpus.num_bytes // _MAX_TRAINING_BYTES)
     documents = corpus.get_documents([END_OF_TEXT], Counter())
     pieces = (piece for text in documents for piece in split_text(text, _TRAINING_PIECE_CHARS))
@@ -183,8 +186,8 @@ def build_tokenizer(
     """Return the tokenizer at `data.tokenizer_path`, or a byte-level BPE of `data.bpe_vocab_size`
     tokens for `corpus`.
 
-    The BPE has the form of `get_bpe_form(model_type)`; it is trained once per machine, corpus and
-    size, and cached; several processes may ask at once. The result has an `eos_token_id`, and
+    The BPE has the form of `get_bpe_form(model_type)`. It is trained once per machine, corpus and
+    size, and cached; several processes may call at once. The result has an `eos_token_id`, and
     `save_pretrained(folder)` makes a folder that transformers' `AutoTokenizer` loads. The network
     is never used.
 
@@ -217,7 +220,7 @@ def build_tokenizer(
     # imported here for the reason given in get_bpe_form
     from transformers import PreTrainedTokenizerFast
 
-    # Clean-up would drop the space in "a ," when decoding: the round trip would lose text.
+    # Clean-up would drop the space in "a ," when decoding, so text would be lost in the round trip.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
@@ -226,7 +229,7 @@ def build_tokenizer(
 def _load_cached(path: Path) -> Tokenizer | None:
     try:
         serialized = path.read_text(encoding="utf-8")
-        # a truncated file fails here with ValueError; Tokenizer raises a bare Exception
+        # ValueError for a truncated file; Tokenizer would raise a bare Exception
         json.loads(serialized)
     except (FileNotFoundError, ValueError):
         return None
@@ -234,13 +237,13 @@ def _load_cached(path: Path) -> Tokenizer | None:
 
 
 def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
-    """Load a folder with tokenizer.json (and tokenizer_config.json), or one tokenizer.json; never
-    from the network.
+    """Load a folder with tokenizer.json (and tokenizer_config.json), or a single tokenizer.json;
+    never from the network.
 
-    A folder with tokenizer_config.json loads through `AutoTokenizer`, so training sees the tokens
-    that users of the exported model will see. If that names no class of its own, tokenizer.json
-    counts; a warning says so. Without one, the end-of-text token is the first known name in the
-    vocabulary.
+    A folder with tokenizer_config.json is loaded through `AutoTokenizer`, so training uses the
+    tokens that users of the exported model will see. If that file names no specific class,
+    tokenizer.json decides; a warning reports a difference. Without tokenizer_config.json, the
+    end-of-text token is the first known name in the vocabulary.
 
     Raises DataError: there is no tokenizer.json, transformers cannot load it (code in the folder is
     never run), or it has no end-of-text token.
@@ -257,7 +260,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             tokenizer = load_from_folder("AutoTokenizer", path)
         else:
             tokenizer = load_tokenizer_file(file)
-    # the tokenizers library raises nothing more specific for a malformed file
+    # the tokenizers library raises no more specific error for a malformed file
     except Exception as error:
         raise DataError(
             f"data: tokenizer_path {path}: transformers cannot load it ({describe_error(error)}). "
@@ -283,8 +286,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTrainedTokenizerFast":
-    """`tokenizer` of `folder`, or what its tokenizer.json says if its configuration names no class
-    to build instead.
+    """Return `tokenizer` of `folder`; or the one in tokenizer.json, if the configuration names no
+    specific class and the two differ.
     """
     table = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -302,7 +305,7 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     return plain
 
 
-# Contractions, digits, composed letters, other scripts, emoji, spaces and line ends: where
+# Contractions, digits, composed letters, other scripts, emoji, spaces and line ends, for which
 # splittings differ.
 _PROBE = (
     "It's I'LL 3 1234567 3.14, x=[1];\tA  b   c \n\n  d\r\n cafe\u0301 \u00c5ngstro\u0308m "
@@ -315,14 +318,13 @@ _PROBE = (
 def follow_tokenizer(
     job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, saved: Path | None
 ) -> JobConfig:
-    """Return `job`, for a new model of a flavor with as many embedding rows as the tokenizer has
-    ids.
+    """Return `job`; a new model of a flavor gets as many embedding rows as the tokenizer has ids.
 
-    A setting counts before the tokenizer, and so do the rows of the checkpoint in `saved` that the
-    run resumes from. A flavor with up to twice as many rows as ids keeps them: the vocabularies of
-    real models are padded. `tp` ranks share the rows evenly.
+    A configured size takes precedence, and so does the size in the checkpoint `saved` that the run
+    resumes from. A flavor with up to twice as many rows as ids keeps them: the vocabularies of real
+    models are padded. `tp` ranks share the rows evenly.
 
-    Raises ConfigError: they cannot. The same on all ranks.
+    Raises ConfigError, the same on all ranks: the rows are not divisible by `tp`.
     """
     model = job.model
     rows = model_config.vocab_size
@@ -334,7 +336,7 @@ def follow_tokenizer(
         return job
     wanted = rows if num_ids <= rows <= 2 * num_ids else num_ids
     if saved is not None:
-        with suppress(OSError, ValueError, KeyError):  # it is damaged, and will not be resumed from
+        with suppress(OSError, ValueError, KeyError):  # damaged: the run will not resume from it
             wanted = read_json(saved / "config.json")["vocab_size"]
     if wanted == rows:
         return job
@@ -357,10 +359,11 @@ def follow_tokenizer(
 def check_vocabulary(
     job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig
 ) -> list[str]:
-    """Return the problem of token ids of the data, below `vocab_size`, without a row in the
+    """Return the problem of token ids in the data (below `vocab_size`) without a row in the
     embedding.
 
-    Ids of the tokenizer, below `num_ids`, without one are a warning; so are many more rows.
+    For the tokenizer's ids (below `num_ids`) without a row, and for far too many rows, there is a
+    warning.
     """
     rows = model_config.vocab_size
     wanted = max(vocab_size, num_ids)
@@ -400,7 +403,7 @@ def check_vocabulary(
 
 
 def find_token_ids(tokenizer: "PreTrainedTokenizerFast | None") -> dict[str, int | None]:
-    """Return the ids that config.json names, by their names there."""
+    """Return the token ids for config.json, by their names there."""
     if tokenizer is None:
         return {}
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -408,10 +411,10 @@ def find_token_ids(tokenizer: "PreTrainedTokenizerFast | None") -> dict[str, int
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, bytes]:
-    """Return the files of a transformers tokenizer, if there is one, content by file name. On one
-    rank.
+    """Return the files of a transformers tokenizer, content by file name; empty without a
+    tokenizer. On one rank.
 
-    Raises CheckpointError: it cannot be saved.
+    Raises CheckpointError: the tokenizer cannot be saved.
     """
     if tokenizer is None:
         return {}
@@ -426,15 +429,15 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
-    """Rewrite what only transformers 5 understands, so that transformers 4 and older versions of
-    vLLM read it too.
+    """Rewrite the entries that only transformers 5 understands, so that transformers 4 and older
+    versions of vLLM can read the file too.
 
-    `named` are special tokens with names of the model's own, such as image_token.
+    `named` are special tokens with the model's own names, such as image_token.
     """
     table = json.loads(path.read_text(encoding="utf-8"))
     if table.get("tokenizer_class") == "TokenizersBackend":
         table["tokenizer_class"] = "PreTrainedTokenizerFast"
-    # 4 expects a table there, and raises otherwise
+    # transformers 4 expects a table there, and raises an error otherwise
     if isinstance(table.get("extra_special_tokens"), list):
         table["additional_special_tokens"] = table.pop("extra_special_tokens")
     if named:

@@ -1,4 +1,4 @@
-"""The corpus as one memory-mapped array of token ids, made once per machine."""
+"""The corpus as one memory-mapped array of token ids, built once per machine."""
 
 import json
 import re
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _PIECE_CHARS = 2**20
-_SEARCHED_TOKENS = 2**24  # at once, for ends of documents
+_SEARCHED_TOKENS = 2**24  # searched at once for ends of documents
 _BATCH_CHARS = 4 * 2**20  # bounds the memory of the encodings; 16 Mi is 8% faster, 1 Mi 4% slower
 
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """All tokens of a corpus. Every document is followed by `eos_token_id`, the last one too.
+    """All tokens of a corpus. Every document, including the last, is followed by `eos_token_id`.
 
     `tokens (num_tokens,)` is read-only and memory-mapped: uint16 if `vocab_size` is at most 65536,
     else uint32. `vocab_size` is one more than the largest id that the tokenizer can produce.
-    `separators` and `spelled` count texts in the files: between documents, and special tokens
-    inside documents.
+    `separators` counts the separators between documents, and `spelled` the special tokens that
+    occur as text inside documents.
     """
 
     tokens: np.ndarray
@@ -52,12 +52,14 @@ class TokenizedCorpus:
     spelled: dict[str, int] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """Return the number of documents in words, and what separates them."""
+        """Describe the number of documents, and what separates them."""
         split = f", split at {_list_counts(self.separators)}" if self.separators else ""
         return f"{format_count(self.num_documents, 'document')}{split}"
 
     def get_warning(self) -> str:
-        """Return a warning about special tokens that documents spell; empty if there are none."""
+        """Return a warning about special tokens that occur as text in documents; empty if there are
+        none.
+        """
         if not self.spelled:
             return ""
         return (
@@ -68,7 +70,9 @@ class TokenizedCorpus:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Places of the end-of-text tokens, int64, ascending. The first call reads all tokens."""
+        """Positions of the end-of-text tokens, int64, ascending. The first call reads all
+        tokens.
+        """
         starts = range(0, len(self.tokens), _SEARCHED_TOKENS)
         parts = (self.tokens[start : start + _SEARCHED_TOKENS] for start in starts)
         found = [
@@ -81,14 +85,13 @@ class TokenizedCorpus:
 def build_tokens(
     data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast"
 ) -> TokenizedCorpus:
-    """Tokenize `corpus`, or map the file made by an earlier call for the same text and the same
-    tokenizer.
+    """Tokenize `corpus`, or map the file that an earlier call made for the same text and tokenizer.
 
-    Text that spells a special token is encoded as ordinary text, except where it separates
-    documents, and at the ends of one (`build_end_reader`). Each document begins with what the
-    tokenizer puts in front of any text, such as Llama's begin-of-text token, and ends with the
-    end-of-text token. Documents longer than 1 Mi characters are encoded in pieces cut after a
-    newline, at the price of up to one unusual token per cut. A damaged file is rebuilt.
+    A special token in the text is encoded as ordinary text, except between documents and at the
+    ends of one (`build_end_reader`). Each document begins with the tokens that the tokenizer puts
+    in front of any text, such as Llama's begin-of-text token, and ends with the end-of-text token.
+    Documents longer than 1 Mi characters are encoded in pieces cut after a newline, with up to one
+    unusual token per cut. A damaged file is rebuilt.
 
     Raises DataError: a document cannot be read, or the cache folder cannot be written.
     """
@@ -111,10 +114,10 @@ def build_tokens(
     return TokenizedCorpus(tokens, eos_token_id, vocab_size, **counts)
 
 
-@lru_cache(maxsize=2)  # several sources share one: of 150 k tokens it takes half a second and 50 MB
+@lru_cache(maxsize=2)  # shared by sources: for 150 k tokens it takes half a second and 50 MB
 def get_plain_encoder(serialized: str, *, special_is_text: bool = True) -> Tokenizer:
-    """Return a copy of the tokenizer that treats special tokens as text, or not, and never
-    truncates or pads.
+    """Return a copy of the tokenizer that never truncates or pads; `special_is_text` makes it treat
+    special tokens as text.
     """
     encoder = Tokenizer.from_str(serialized)
     encoder.encode_special_tokens = special_is_text
@@ -145,7 +148,7 @@ def _batches(
     num_chars = 0
     for document in documents:
         prefix, text = read_ends(document)
-        # one token for both: the end of the document before is there already
+        # If one token begins and ends documents, the previous document's end is already there.
         before = () if eos_token_id in prefix else prefix
         pieces = list(split_text(text, _PIECE_CHARS)) if text else []
         for i, piece in enumerate(pieces):
@@ -181,18 +184,18 @@ def _write(path: Path, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast", dty
                 spelled.update(special.findall(piece.text))
     header = {"num_tokens": num_tokens, "num_documents": num_documents}
     header |= {"separators": separators, "spelled": spelled}
-    # The header comes last: it is what makes the tokens valid.
+    # The header is written last: it makes the tokens valid.
     with write_atomic(path.with_suffix(".json")) as file:
         file.write(json.dumps(header).encode())
 
 
 def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, dict[str, Any]] | None:
-    """Map the tokens and return the counts of the header, a JSON file next to them; None if a file
-    is missing, cut off, or contradicts the header.
+    """Map the tokens and return the counts in their header, a JSON file next to them; None if a
+    file is missing, cut off, or contradicts the header.
     """
     try:
         header = json.loads(path.with_suffix(".json").read_bytes())
-        tokens = np.memmap(path, dtype=dtype, mode="r")  # ValueError: part of a token, or nothing
+        tokens = np.memmap(path, dtype=dtype, mode="r")  # ValueError: half a token, or empty
         is_valid = len(tokens) == header.pop("num_tokens") and tokens[-1] == eos_token_id
         return (tokens, header) if is_valid else None
     except (FileNotFoundError, ValueError, KeyError):
