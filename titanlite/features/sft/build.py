@@ -46,11 +46,11 @@ def build_example_dataset(
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
     """Load the tokenizer, unless it is given, and the examples of `data.path`; `where` is the
-    section, for the log.
+    section's name, for the log.
 
     Raises:
-        DataError: there is no tokenizer or template, a row is bad, or an example too long, and the
-            settings say so.
+        DataError: there is no tokenizer or template; or a row is invalid or an example too long,
+            and the settings do not allow that.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = open_rows(data)
@@ -103,7 +103,7 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
 
 
 def get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills rows."""
+    """Return the token that fills up rows."""
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return cast(int, padding)
 
@@ -118,7 +118,7 @@ def _read_template(path: str) -> str:
 
 
 def get_left_out(dataset: ExampleDataset) -> Counter[str]:
-    """Count rows skipped and examples cut or dropped, by what is said of them."""
+    """Count skipped rows, and cut or dropped examples, by reason."""
     return sum((source.left_out for source in dataset.sources), Counter())
 
 
@@ -128,7 +128,7 @@ def describe(dataset: ExampleDataset) -> str:
     kind = "pairs" if dataset.form == "preference" else "examples"
     num_split = sum(source.num_split for source in dataset.sources)  # documents
     split = f", {num_split} longer documents split" if num_split else ""
-    share = train.num_trained / train.num_tokens  # padding aside
+    share = train.num_trained / train.num_tokens  # without padding
     unread = describe_unread(sum_counts(source.examples for source in dataset.sources))
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
@@ -140,7 +140,7 @@ def describe(dataset: ExampleDataset) -> str:
 
 
 def get_warnings(dataset: ExampleDataset) -> list[str]:
-    """Return warnings about chats that are most likely unintended, with their file."""
+    """Return warnings about chats that are probably unintended, with their file."""
     return [
         f"{source.examples.names[0]}: {text}"
         for source in dataset.sources
@@ -149,9 +149,7 @@ def get_warnings(dataset: ExampleDataset) -> list[str]:
 
 
 def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
-    """Return warnings about `Examples.counts` that are no errors but most likely
-    unintended.
-    """
+    """Return warnings about `Examples.counts` that are not errors, but probably unintended."""
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's "
         "turn with a token.",

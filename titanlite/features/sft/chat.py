@@ -1,15 +1,17 @@
-"""Chats through the tokenizer's own template: what the model is asked, and what it should answer.
+"""Chats through the tokenizer's own template: the prompt that the model gets, and the answer that
+it should give.
 
 **One rule.** The prompt of an answer is the template on the messages before it, with the generation
-prompt. The trained text is what the template, on the messages up to the answer, shows after that
-prompt, through the token that ends the turn.
+prompt. The trained text is the part that the template, on the messages up to the answer, shows
+after that prompt, through the token that ends the turn.
 
-- A generation prompt may end with a closed empty thought that the finished turn leaves out. The
-  thought belongs to the prompt.
-- A template may rewrite the history of a finished turn. The answer then starts after the same role
+- A generation prompt may end with a closed empty reasoning block that the completed turn omits. The
+  block belongs to the prompt.
+- A template may rewrite the history of a completed turn. The answer then starts after the same role
   header.
-- How a turn ends is found once per template, with made-up words: an answer may say anything.
-- Every text of a message must stand in its turn's answer or in the next prompt. Otherwise the
+- The end of a turn is found once per template, with made-up words, because an answer may contain
+  any text.
+- Every text of a message must appear in its turn's answer or in the next prompt. Otherwise the
   template drops the text, which is an error.
 """
 
@@ -32,16 +34,16 @@ from titanlite.features.sft.readers import RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Bits of a token: the loss is taken on it; it is part of an answer; it ends an answer.
+# Flags of a token: it counts in the loss; it is part of an answer; it ends an answer.
 TRAINED = 1
 ANSWER = 2
 END = 4
-# Kinds of `ChatRenderer.counts` that are worth a warning; the last is a prefix of several.
+# Keys of `ChatRenderer.counts` that deserve a warning; the last one is a prefix of several keys.
 NO_END = "answers without an end"
 SPELLED = "texts that spell special tokens"
 DROPPED = "parts dropped by the template: "
 
-# Words that occur in no template: what is asked, what is answered, and what is said next.
+# Words that occur in no template: for the question, the answer and the next message.
 _WORDS = ("Kwyjqz", "Zqxjvq", "Wvkzxw")
 _CALL = {"type": "function", "id": "callAB000", "function": {"name": "f"}}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
@@ -75,20 +77,20 @@ class Turn(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """The turns to train on, and the text of the whole finished conversation."""
+    """The turns to train on, and the text of the whole completed conversation."""
 
     turns: list[Turn]
     whole: str
 
 
 class End(NamedTuple):
-    """How a finished turn ends.
+    """How the template ends a completed turn.
 
     Attributes:
-        tail: what the template writes after the answer, from the token that ends the turn on.
-        text: what is trained in place of `tail`: that token, with white space before it where only
-            a next message shows it; empty if nothing ends the turn.
-        header: generation prompt, if a finished turn begins with it.
+        tail: the template's text after the answer, beginning with the token that ends the turn.
+        text: the text that is trained in place of `tail`: that token, after white space if only a
+            next message shows it; empty if no token ends the turn.
+        header: generation prompt, if a completed turn begins with it.
     """
 
     tail: str = ""
@@ -97,7 +99,7 @@ class End(NamedTuple):
 
 
 class Show(Protocol):
-    """A conversation as text. Raises RowError: the template fails."""
+    """Renderer of a conversation as text. Raises RowError: the template fails."""
 
     def __call__(self, messages: Messages, *, prompt: bool = False) -> str: ...
 
@@ -115,8 +117,8 @@ class TurnFinder:
         self.special = any_of(self.special_tokens)
 
     def find_turn(self, prompt: str, done: str, end: End) -> Turn | None:
-        """Return the answer that `done`, the finished turn, shows; None if `done` begins with
-        another prompt, or ends otherwise.
+        """Return the answer in `done`, the text of the completed turn; None if `done` begins with a
+        different prompt, or has a different end.
         """
         start = self._find_start(prompt, done, end.header)
         stop = len(done) - len(end.tail)
@@ -129,13 +131,15 @@ class TurnFinder:
             return len(prompt)
         same = self.count_common(prompt, done)
         more = prompt[same:]
-        # The finished turn shows at most the end of an empty thought, and opens no other thought.
+        # The completed turn shows at most the end of an empty reasoning block, and opens no other
+        # block.
         if _EMPTY_THOUGHT.fullmatch(more):
             starts = (match.start() for match in re.finditer(r"<|\[|\s+\Z|\Z", more))
             left = next(len(more) - k for k in starts if done.startswith(more[k:], same))
             if left or not _OPEN_THOUGHT.search(prompt, max(0, same - 80), same):
                 return same + left
-        # After another message of the assistant, or a result, a turn may go on without a header.
+        # After a message of the assistant, or a tool's result, a turn may continue without a
+        # header.
         if header and more == header:
             return same
         # The history differs: the answer starts after the same role header.
@@ -148,15 +152,19 @@ class TurnFinder:
         return None
 
     def count_common(self, prompt: str, done: str) -> int:
-        """Count the characters that both texts begin with, up to a whole mark."""
+        """Return the length of the beginning that both texts share, without cutting a special
+        token.
+        """
         same = _count_common(prompt, done)
         while mark := _OPEN_MARK.search(prompt, max(0, same - 80), same):
             same = mark.start()
         return same
 
     def find_end(self, show: Show, *, has_calls: bool = False, as_parts: bool = False) -> End:
-        """Find how a finished turn ends: one with a call, or of content, as parts or as text.
-        Raises RowError: the template refuses or drops it.
+        """Find how a completed turn ends. The turn has a call (`has_calls`) or content, which is
+        text or a list of parts (`as_parts`).
+
+        Raises RowError: the template rejects or drops it.
         """
         roles = ("user", "assistant", "tool" if has_calls else "user")
         contents = [[{"type": "text", "text": word}] if as_parts else word for word in _WORDS]
@@ -180,9 +188,9 @@ class TurnFinder:
         tail = finished.rpartition(_WORDS[1])[2]
         rest = followed.rpartition(_WORDS[1])[2].partition(_WORDS[2])[0]
         alike = _count_common(tail, rest)
-        # A template may end the last turn of a chat otherwise than the turns before.
+        # A template may end the last turn of a chat differently than earlier turns.
         ends = [*self.special.finditer(tail, 0, alike)] or [*self.special.finditer(tail)][:1]
-        role = self.special.search(header)  # where the next role header begins, the turn has ended
+        role = self.special.search(header)  # if the next role header begins, the turn has ended
         own = [*takewhile(lambda match: not role or match.group() != role.group(), ends)]
         named = [match for match in own if match.group() == self._tokenizer.eos_token]
         header = header if finished.startswith(prompt) else ""
@@ -202,12 +210,12 @@ class TurnFinder:
 
 
 class ChatRenderer:
-    """Renderer of chats with the template of `tokenizer`; `date` is its date of today, as ISO text
-    (empty: the actual).
+    """Renderer of chats with the template of `tokenizer`. `date` is the template's current date in
+    ISO format; empty: today.
 
-    With `train_all` every token is trained; with `warn_of_dropped` parts that the template drops
-    are counted, not refused. `counts`: chats or answers, by the remark that the log makes about
-    them.
+    With `train_all`, every token is trained. With `warn_of_dropped`, parts that the template drops
+    are counted instead of refused. `counts` has the number of chats or answers for each remark in
+    the log.
     """
 
     def __init__(
@@ -227,8 +235,8 @@ class ChatRenderer:
         self._get_end = cache(self._find_end)
 
     def render_prompt(self, chat: Chat) -> str:
-        """Return the text that the model gets at inference to answer all messages of `chat`; raises
-        as `ChatTemplate.render`.
+        """Return the text that the model gets at inference to answer the last message of `chat`.
+        Raises as `ChatTemplate.render`.
         """
         chat = self._choose_arguments(chat)
         return self._show(chat, chat.messages, prompt=True)
@@ -238,8 +246,8 @@ class ChatRenderer:
 
         Raises:
             DataError: the tokenizer has no chat template.
-            RowError: the template fails, drops a part, or shows an answer after another prompt than
-                at inference; or the chat has no answer.
+            RowError: the template fails, drops a part, or shows an answer after a different prompt
+                than at inference; or the chat has no answer.
         """
         answers = [
             i
@@ -272,16 +280,16 @@ class ChatRenderer:
         return Conversation(turns, whole)
 
     def count_spelled(self, text: str) -> None:
-        """Count a text that spells special tokens of the template: a chat that was rendered before,
-        most likely.
+        """Count a text that contains special tokens of the template: most likely a chat that was
+        rendered before.
         """
         if any(token in text for token in self._spelled):
             self.counts[SPELLED] += 1
 
     @cached_property
     def _spelled(self) -> list[str]:
-        """Special tokens that the template spells, or without one all; and those that begin and end
-        any text, which `build_end_reader` has taken off its ends.
+        """Special tokens in the template, or all of them without a template, plus the tokens at the
+        beginning and end of texts, which `build_end_reader` has removed.
         """
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
@@ -291,13 +299,15 @@ class ChatRenderer:
         return sorted((tokens - plain) | ends)
 
     def take_counts(self) -> dict[str, int]:
-        """Return `counts` since the last call."""
+        """Return `counts` since the last call, and reset them."""
         taken = dict(self.counts)
         self.counts = Counter()
         return taken
 
     def _find_turn(self, chat: Chat, i: int, prompt: str, done: str) -> Turn:
-        """Return the turn of the answer messages[i]; `done` shows the messages up to it."""
+        """Return the turn of the answer messages[i]; `done` is the text of all messages up to
+        it.
+        """
         has_calls = "tool_calls" in chat.messages[i]
         arguments = json.dumps(chat.template_kwargs)
         end = self._get_end(has_calls, bool(chat.tools), chat.arguments_as_text, arguments)
@@ -330,6 +340,7 @@ class ChatRenderer:
 
     def get_end_token(self) -> int | None:
         """Return the special token that ends an answer without calls; None if there is none.
+
         Raises DataError: the tokenizer has no chat template.
         """
         text = self._get_end(False, False, False, "{}").text
@@ -338,8 +349,8 @@ class ChatRenderer:
         return ids[-1] if ids and ids[-1] in special else None
 
     def _choose_arguments(self, chat: Chat) -> Chat:
-        """Return `chat` with the arguments of its calls as JSON text, if the template fails on
-        objects or prints them as Python does, and takes JSON text.
+        """Return `chat` with the arguments of its calls as JSON text, if the template accepts that,
+        but fails on objects or prints them in Python's syntax.
         """
         calls = [call for message in chat.messages for call in message.get("tool_calls", ())]
         if not calls:
@@ -356,7 +367,7 @@ class ChatRenderer:
             other = self._show(as_text, chat.messages)
         except RowError:
             return chat
-        # A template that prints each argument by itself may show nothing of JSON text.
+        # A template that prints each argument separately may show nothing of a JSON text.
         if text and not all(_to_json(one) in other for one in given if one):
             return chat
         self.counts["chats with tool arguments as JSON text"] += 1
@@ -373,8 +384,8 @@ def _count_common(first: str, second: str) -> int:
 
 
 def _list_dropped(chat: Chat, answers: list[int], turns: list[Turn], whole: str) -> list[str]:
-    """Name the texts of the chat that the template does not show: it ignores fields that it does
-    not know.
+    """Name the texts of the chat that the template does not show: templates ignore unknown
+    fields.
     """
     shown = [*(turn.prompt for turn in turns), whole]
     dropped: list[str] = []
@@ -391,7 +402,7 @@ def _list_dropped(chat: Chat, answers: list[int], turns: list[Turn], whole: str)
 
 
 def _list_texts(message: dict[str, Any], *, with_thought: bool) -> Iterator[tuple[str, str]]:
-    """Yield the texts that a rendered message must show, with their places. The thoughts of an
+    """Yield the texts that a rendered message must show, with their fields. The reasoning of an
     answer that is not trained may be dropped, as at inference.
     """
     role = message["role"]
@@ -437,7 +448,7 @@ def _list_strings(value: Any) -> Iterator[str]:
 
 
 def shows(rendered: str, text: str) -> bool:
-    """Return whether `text` stands in `rendered`, as it is or in JSON; a template may change white
+    """Return True if `rendered` contains `text`, as it is or in JSON. A template may change white
     space, and quote a quoted text again.
     """
     text = text.strip()
@@ -449,8 +460,8 @@ def shows(rendered: str, text: str) -> bool:
 
 
 def _list_python_texts(value: Any) -> list[str]:
-    """List how Python prints the objects and lists in `value`, itself included, where JSON
-    differs.
+    """List the Python syntax of `value`, and of the objects and lists in it, where it differs from
+    JSON.
     """
     if not isinstance(value, dict | list) or not value:
         return []
@@ -462,7 +473,7 @@ def _list_python_texts(value: Any) -> list[str]:
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Return `message` with the arguments of its calls as JSON text, for templates that take
+    """Return `message` with the arguments of its calls as JSON text, for templates that accept
     nothing else.
     """
     if "tool_calls" not in message:
@@ -480,7 +491,9 @@ def _to_json(value: Any) -> str:
 
 
 def any_of(tokens: set[str]) -> "re.Pattern[str]":
-    """Return a pattern of any of `tokens`, the longest first: <|end|> is no part of <|im_end|>."""
+    """Return a pattern that matches any of `tokens`, the longest first, so that <|end|> does not
+    match inside <|im_end|>.
+    """
     longest_first = sorted(tokens - {""}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -1,6 +1,7 @@
-"""The tokenizer's chat template: the only place that renders one.
+"""The tokenizer's chat template: the only module that renders one.
 
-Every exception of it becomes a `RowError`, and its date of today is the same for the whole run.
+Every exception of the template becomes a `RowError`, and its current date is the same for the whole
+run.
 """
 
 import re
@@ -42,7 +43,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._date = date
         self._special: dict[str, Any] = tokenizer.special_tokens_map
-        self._texts: dict[bool, str] = {}  # with and without tools
+        self._texts: dict[bool, str] = {}  # templates with and without tools
 
     def render(
         self,
@@ -67,7 +68,7 @@ class ChatTemplate:
                 tools=cast(Any, tools),
                 chat_template=template,
                 add_generation_prompt=prompt,
-                continue_final_message=False,  # given, so that no row's argument can set it
+                continue_final_message=False,  # set here, so that no row's argument can set it
                 return_assistant_tokens_mask=False,
                 **self._special | arguments,
             )
@@ -79,7 +80,7 @@ class ChatTemplate:
         return texts[0]
 
     def _get(self, tools: Messages | None) -> str:
-        """Return the Jinja text for rows with or without tools, its dates written out."""
+        """Return the template for rows with or without tools, with dates written into its text."""
         has_tools = tools is not None
         if has_tools not in self._texts:
             if not self._tokenizer.chat_template:
@@ -90,15 +91,15 @@ class ChatTemplate:
                 )
             try:
                 template = self._tokenizer.get_chat_template(None, cast(Any, tools))
-            except ValueError as error:  # several named templates, none of them the default
+            except ValueError as error:  # several named templates without a default
                 raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
             self._texts[has_tools] = set_date(template, self._date)
         return self._texts[has_tools]
 
 
 def set_date(template: Any, date: str) -> Any:
-    """Return `template`, or each of several by name, with `date` written out where it asks for
-    today's.
+    """Return `template`, or each of several by name, with `date` in place of its calls for the
+    current date.
     """
     if isinstance(template, dict):
         return {name: set_date(text, date) for name, text in template.items()}
@@ -124,8 +125,8 @@ def set_arguments(template: Any, arguments: dict[str, Any]) -> Any:
 
 
 def with_chat_date(job: JobConfig, start: Start | None) -> JobConfig:
-    """Return `job` with the date for chat templates: as set, as in the checkpoint `start`, or
-    today.
+    """Return `job` with the date for chat templates: the setting, the date in the checkpoint
+    `start`, or today.
     """
     if job.data.dataset not in ("examples", "images") or job.data.chat_date:
         return job

@@ -1,5 +1,5 @@
-"""Examples packed into rows: each example, or piece of a long document, in one row, several to a
-row where they fit.
+"""Examples packed into rows. Each example, or piece of a long document, is in one row; a row holds
+several if they fit.
 
 Shape suffixes: B rows in a batch, L tokens per row.
 """
@@ -27,19 +27,18 @@ from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import refuse_rows
 from titanlite.ops import IGNORE_INDEX
 
-_HOLD_OUT_SEED = 0  # not training.seed: another seed is another order of the same training data
+_HOLD_OUT_SEED = 0  # not training.seed: a new seed reorders the same training data
 
 
 @dataclass(frozen=True)
 class ExampleSet:
-    """Examples, or pieces of them, that fit into a row, with the part to use of each of their
-    documents.
+    """Examples that fit into a row, or pieces of them, with the used part of each document.
 
     Attributes:
-        selected: (n,) int64, the examples that are used; one that was split is there several times.
-        starts, lengths: (n, D) int64, what to use of each of the D documents of an example.
-        trained: (n, D) int64, tokens that the loss is taken on.
-        left_out: rows skipped and examples dropped or cut, by what is said of them.
+        selected: (n,) int64, the used examples; one that was split occurs several times.
+        starts, lengths: (n, D) int64, the used part of each of the D documents of an example.
+        trained: (n, D) int64, tokens that count in the loss.
+        left_out: number of skipped rows, and of dropped or cut examples, by reason.
     """
 
     examples: Examples
@@ -51,8 +50,8 @@ class ExampleSet:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def subset(self, which: np.ndarray) -> "ExampleSet":
-        """Return the examples `which`, indices or a mask over `selected`; counts stay with the
-        whole.
+        """Return the examples `which`, indices or a mask over `selected`; the counts of left-out
+        rows stay with the original set.
         """
         return ExampleSet(
             self.examples,
@@ -63,7 +62,7 @@ class ExampleSet:
         )
 
     def get_documents(self, member: int) -> Iterator[slice]:
-        """Yield the used parts of the documents of example `member`, as places in `tokens` and
+        """Yield the used parts of the documents of example `member`, as slices of `tokens` and
         `flags`.
         """
         places = self.examples.get_documents(int(self.selected[member]))
@@ -78,25 +77,25 @@ class ExampleSet:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that the loss is taken on."""
+        """Number of tokens that count in the loss."""
         return int(self.trained.sum())
 
 
 def fit_examples(
     examples: Examples, seq_len: int, too_long: TooLong, *, may_be_empty: bool = False
 ) -> ExampleSet:
-    """Return the examples that fit into `seq_len` tokens, or can be made to.
+    """Return the examples that fit into `seq_len` tokens, or can be made to fit.
 
-    'cut' keeps the first tokens; of a pair, the shorter side keeps what it has and the longer one
-    the rest, or each gets half. A cut example without a trained token is dropped, and counted.
-    'split' is for documents of plain text: each becomes pieces of `seq_len` tokens and a rest
-    (arXiv:2404.10830). Here the last token of a piece is the first of the next, so that each token
-    is predicted once, as in a whole document.
+    'cut' keeps the first tokens. Of a pair, the shorter side keeps its tokens and the longer one
+    gets the rest, or each gets half. A cut example without a trained token is dropped, and counted.
+    'split' is for documents of plain text: each becomes pieces of `seq_len` tokens and a shorter
+    last one (arXiv:2404.10830). Here the last token of a piece is the first of the next, so that
+    each token is predicted once, as in a whole document.
 
     Raises:
-        DataError: an example is too long and `too_long` is 'error' (names the rows), or none is
-            left and `may_be_empty` is off; `too_long` is 'split' for another form than 'text', or
-            for a `seq_len` of 1.
+        DataError: an example is too long and `too_long` is 'error' (names the rows); no example is
+            left and `may_be_empty` is off; or `too_long` is 'split' for a format other than 'text',
+            or for a `seq_len` of 1.
     """
     form = examples.form
     size = examples.documents_per_example
@@ -135,7 +134,7 @@ def fit_examples(
         else f"no trained token among the first {seq_len}"
     )
     left_out[f"examples dropped ({reason})"] = int((~is_left).sum())
-    left_out = +left_out  # without zeros
+    left_out = +left_out  # removes zeros
     if not is_left.any() and not may_be_empty:
         raise DataError(
             f"data: none of {len(is_left)} examples fits into training.seq_len ({seq_len}): "
@@ -154,12 +153,12 @@ def fit_examples(
 
 
 def describe_counts(left_out: Counter[str]) -> str:
-    """Return what was left out in words."""
+    """Describe the rows and examples that were left out."""
     return "; ".join(f"{what}: {count}" for what, count in left_out.items()) or "nothing"
 
 
 def _refuse_long(examples: Examples, lengths: np.ndarray, seq_len: int) -> None:
-    """Raise a DataError that names the examples of `lengths` (n,) that are too long."""
+    """Raise a DataError that names the examples, of `lengths` (n,), that are too long."""
     problems = [
         (*examples.get_place(i), f"{lengths[i]} tokens, but training.seq_len is {seq_len}.")
         for i in np.flatnonzero(lengths > seq_len).tolist()
@@ -201,14 +200,14 @@ def _cut_lengths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def hold_out(whole: ExampleSet, share: float | None = None) -> tuple[ExampleSet, ExampleSet]:
-    """Return (training set, held-out set): a fixed random choice of rows, as many as
-    `get_num_held_out` says.
+    """Return (training set, held-out set). The choice of rows is random but fixed;
+    `get_num_held_out` gives their number.
 
-    By rows, because answers of one conversation share its text; not the last rows, because files
-    are often sorted.
+    Whole rows are held out, because the answers of one conversation share its text; not the last
+    rows, because files are often sorted.
 
     Raises:
-        DataError: there are fewer than two rows, and some are to be held out.
+        DataError: rows are to be held out, and there are fewer than two.
     """
     places = whole.examples.places[whole.selected]
     rows, row_of = np.unique(places, return_inverse=True)
@@ -232,11 +231,13 @@ class ExampleSequences:
     pad_token_id: int
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        """Return the set of the examples in sequence `index`, and their numbers in order."""
+        """Return the example set of sequence `index`, and its examples' numbers in order."""
         raise NotImplementedError
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices` (B,); of a pair, first chosen, then rejected."""
+        """Return the sequences `indices` (B,); of a pair, the chosen answer first, then the
+        rejected one.
+        """
         rows = []
         for index in np.asarray(indices, dtype=np.int64).tolist():
             part, members = self.get_members(index)
@@ -249,9 +250,9 @@ class ExampleSequences:
 class ExampleDataset(ExampleSequences, ShuffledSequences):
     """Training rows, then held-out rows, of `seq_len` tokens each.
 
-    With `packing`, examples are packed best-fit-decreasing, which depends on their lengths alone;
-    without, each has a row for itself. `sources` are the sets that `train` and `held_out` were
-    taken from, with what was cut and dropped in them.
+    With `packing`, examples are packed best-fit-decreasing, which depends only on their lengths;
+    without, each example has its own row. `sources` are the sets that `train` and `held_out` were
+    taken from, including the counts of cut and dropped examples.
     """
 
     def __init__(
@@ -274,14 +275,14 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
             (train, members) for members in pack_examples(train, seq_len, packing=packing)
         ]
         self.num_train_sequences = len(self._rows)
-        # in the mean; pairs are one
+        # an average; a pair counts once
         self.examples_per_sequence = len(train.selected) / self.num_train_sequences
         self._rows += [
             (held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)
         ]
         self.num_sequences = len(self._rows)
         self.num_validation_sequences = self.num_sequences - self.num_train_sequences
-        # Examples, tokens, a digest of their source and of the way they are laid out, in words.
+        # a description by examples, tokens, a digest of their source, and their layout in rows
         self.fingerprint = self._describe()
 
     @property
@@ -300,7 +301,7 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
 
     @property
     def packing_efficiency(self) -> float:
-        """Share of the training rows that is not padding."""
+        """Fraction of the tokens in training rows that are not padding."""
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
 
     def _describe(self) -> str:
@@ -324,7 +325,7 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
 
 
 def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.ndarray]:
-    """Return the examples in each row, as numbers into `part.selected`; without `packing`, one to a
+    """Return the examples in each row, as indices into `part.selected`; without `packing`, one per
     row.
     """
     if packing:
@@ -337,8 +338,8 @@ def make_batch(
 ) -> Batch:
     """Return a batch of rows, each of documents (ids, flags) that fit into `seq_len` together.
 
-    The label of a token is the next one of its document, where that is trained; the last token of a
-    document has none.
+    The label of a token is the next token of its document, if that one is trained; the last token
+    of a document has none.
     """
     shape = (len(rows), seq_len)
     tokens_BL = np.full(shape, pad_token_id, dtype=np.int64)
@@ -366,10 +367,10 @@ def make_batch(
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Put items of `lengths` (n,) into bins of `capacity`, longest first, each into the fullest bin
-    that has room (arXiv:2404.10830).
+    with enough free space (arXiv:2404.10830).
 
-    Returns the items of each bin, int64, in the order in which they were put in. Items of one
-    length go in the order of their indices.
+    Returns the items of each bin, int64, in the order in which they were put in. Items of equal
+    length are in the order of their indices.
 
     Raises:
         ValueError: a length is below 1 or above `capacity`.
@@ -380,7 +381,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             f"lengths from {lengths.min()} to {lengths.max()} do not fit a capacity of {capacity}"
         )
     bins: list[list[int]] = []
-    rooms: list[int] = []  # the distinct amounts of room left, ascending
+    rooms: list[int] = []  # the distinct amounts of free space, ascending
     bins_with: defaultdict[int, list[int]] = defaultdict(list)
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])

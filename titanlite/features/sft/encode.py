@@ -1,15 +1,16 @@
-"""Encoding of rows to token ids, with flags for each: trained, part of an answer, end of an answer.
+"""Encoding of rows as token ids with flags: trained, part of an answer, end of an answer.
 
-**Prompt and answer are tokenized separately**: at inference the model gets the tokens of the
-prompt, and a token across the seam would never occur. Turns share a document if their prompts, each
-as one text, have the same tokens in it; otherwise each turn is a document. Tokenizers that put a
-space before every text (SentencePiece) get prompt and answer as one text, under the same condition.
+**Prompt and answer are tokenized separately.** At inference the model gets the tokens of the
+prompt, and a token that spans the boundary would never occur. Turns share a document if each of
+their prompts, tokenized alone, has the same tokens as in the document; otherwise each turn is a
+document. For tokenizers that put a space before every text (SentencePiece), prompt and answer are
+one text, under the same condition.
 
-**Special tokens are added once.** A chat template writes the begin-of-text token itself; a prompt
-as plain text gets what the tokenizer puts in front of any text, unless it is there already.
-Completions and documents end with the end-of-text token. In a document, text that spells a special
-token is plain text, as in pretraining data; in chats and prompts it is the token, because prompts
-are written that way.
+**Special tokens are added once.** A chat template writes the begin-of-text token itself. A
+plain-text prompt gets the tokens that the tokenizer puts in front of any text, unless they are
+there already. Completions and documents end with the end-of-text token. A special token that is
+written out in a document is plain text, as in pretraining data; in chats and prompts it is the
+token, because prompts are written that way.
 """
 
 from bisect import bisect_left
@@ -42,7 +43,7 @@ class Document:
 
     @property
     def num_trained(self) -> int:
-        """Trained tokens; the first token follows nothing, so it is never a label."""
+        """Number of trained tokens; the first token follows nothing, so it is never a label."""
         return int(np.count_nonzero(self.flags[1:] & TRAINED))
 
 
@@ -51,13 +52,13 @@ class _Draft:
     """A document before tokenization.
 
     Attributes:
-        turns: answers with their prompts, where each prompt begins with the turn before; or none.
-        rest: what follows the last turn.
-        flags: bits of all tokens that belong to no answer.
-        as_one: whether all of it is tokenized as one text; otherwise the last prompt, the last
-            answer, its end, and the rest.
-        is_chat: whether a chat template wrote the text, with all special tokens.
-        prefix: tokens before another text, unless it spells them itself.
+        turns: answers with their prompts, each prompt beginning with the previous turn; or empty.
+        rest: the text after the last turn.
+        flags: flags of all tokens that belong to no answer.
+        as_one: True if the whole document is tokenized as one text; otherwise the last prompt, the
+            last answer, its end, and the rest are tokenized separately.
+        is_chat: True if a chat template wrote the text, with all special tokens.
+        prefix: tokens before a plain text, unless the text begins with them.
     """
 
     turns: tuple[Turn, ...]
@@ -69,17 +70,17 @@ class _Draft:
 
     @property
     def is_plain(self) -> bool:
-        """Whether text that spells a special token is plain text."""
+        """True if a special token that is written out in the text is plain text."""
         return not self.is_chat and not self.turns
 
     @property
     def inner(self) -> tuple[Turn, ...]:
-        """Turns whose answers are part of the first piece."""
+        """Turns whose answers are inside the first piece."""
         return self.turns if self.as_one else self.turns[:-1]
 
     @cached_property
     def pieces(self) -> list[tuple[str, int]]:
-        """Texts that are tokenized each by itself, with the flags of their tokens."""
+        """Texts that are tokenized separately, with the flags of their tokens."""
         last = self.turns[-1] if self.turns else Turn("", "", "")
         if self.as_one:
             return [(last.text + self.rest, self.flags)]
@@ -92,7 +93,9 @@ class _Draft:
         return [(text, flags) for text, flags in found if text]
 
     def split(self) -> "list[_Draft]":
-        """Return a draft for each turn; of a single turn, one whose prompt is tokenized apart."""
+        """Return a draft for each turn; for a single turn, a draft whose prompt is tokenized
+        separately.
+        """
         if len(self.turns) == 1:
             return [replace(self, as_one=False)]
         return [replace(self, turns=(turn,), rest="") for turn in self.turns]
@@ -102,12 +105,12 @@ Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
 def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
-    """Return the prompt tokens of the chat in `row`, of form 'messages': those that precede its
-    answer in training.
+    """Return the prompt tokens of the chat in `row`, of the format 'messages': the tokens before
+    its answer in training.
 
     Raises:
         DataError: the tokenizer has no chat template.
-        RowError: the row is no chat, or the template refuses it.
+        RowError: the row is not a chat, or the template rejects it.
     """
     (chat,) = parse_row(row, "messages")
     text = ChatRenderer(tokenizer).render_prompt(cast(Chat, chat))
@@ -116,8 +119,8 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> 
 
 
 class ExampleEncoder:
-    """Encoder of rows of one form; a row can become several examples, an example is one document or
-    a pair of them.
+    """Encoder of rows of one format. A row can become several examples; an example is one document,
+    or a pair of them.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class ExampleEncoder:
         self._prefix = get_prefix(tokenizer)
         self._read_ends = build_end_reader(tokenizer)
         self._template = str(tokenizer.chat_template or "")
-        # Text on the two sides of these tokens is tokenized apart.
+        # The texts before and after these tokens are tokenized separately.
         self._cutting = any_of(
             {
                 token.content
@@ -154,8 +157,8 @@ class ExampleEncoder:
         self._encode_header = lru_cache(maxsize=1024)(self._encode_text)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
-        """Yield the examples of each row, or why it has none; in order. All texts are tokenized in
-        one call.
+        """Yield the examples of each row in order, or the error why it has none. All texts are
+        tokenized in one call.
         """
         self.renderer.counts.update(count_unread(rows, self.form, self._template))
         found: list[list[list[_Draft]] | RowError] = []
@@ -175,8 +178,8 @@ class ExampleEncoder:
             )
 
     def _make_examples(self, sides: list[list[Document]]) -> list[Example] | RowError:
-        """Return the examples of one row: of its document or documents, or of the two sides of a
-        pair.
+        """Return the examples of one row: from its document or documents, or from the two sides of
+        a pair.
         """
         if not all(document.num_trained for side in sides for document in side):
             return RowError(
@@ -236,14 +239,16 @@ class ExampleEncoder:
         if not all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns)):
             if not self.train_all:
                 return [_Draft((turn,), "", flags, as_one=self._adds_space) for turn in turns]
-            # All of the text is trained, and only the last answer is evaluated.
+            # The whole text is trained, and only the last answer is evaluated.
             turns = turns[-1:] if whole.startswith(turns[-1].text) else []
         last = turns[-1].text if turns else ""
         rest = whole[len(last) :] if whole.startswith(last) else ""
         return [_Draft(tuple(turns), rest, flags, as_one=self._adds_space)]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        """Return the documents of each draft: a single one, if that has the tokens of inference."""
+        """Return the documents of each draft: one document, if its tokens are those of
+        inference.
+        """
         tokens = self._encode_batch(drafts)
         documents = [self._make_document(draft, tokens) for draft in drafts]
         splits = [
@@ -259,8 +264,8 @@ class ExampleEncoder:
         ]
 
     def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], "Encoding"]:
-        """Tokenize each text once, and each part between tokens that cut it: the documents of one
-        chat repeat the messages before their answers.
+        """Tokenize each text once, and each part between cutting tokens once: the documents of one
+        chat repeat earlier messages.
         """
         from tokenizers import Encoding
 
@@ -283,14 +288,16 @@ class ExampleEncoder:
         return found
 
     def _cut(self, text: str) -> list[str]:
-        """Split `text` before each token of the template that cuts it."""
+        """Split `text` before each cutting token of the template."""
         starts = [match.start() for match in self._cutting.finditer(text)]
         return [text[start:stop] for start, stop in pairwise([0, *starts, len(text)])]
 
     def _make_document(
         self, draft: _Draft, tokens: dict[tuple[str, bool], "Encoding"]
     ) -> Document | None:
-        """Return the document of `draft`; None if a prompt alone has other tokens than in it."""
+        """Return the document of `draft`; None if a prompt has different tokens alone than in the
+        document.
+        """
         encodings = [tokens[text, draft.is_plain] for text, _ in draft.pieces]
         ids = [token for encoding in encodings for token in encoding.ids]
         flags = bytearray()
@@ -299,7 +306,7 @@ class ExampleEncoder:
         if draft.inner and not self._mark(draft, encodings[0], flags):
             return None
         if not draft.is_chat:
-            # The text may spell the tokens at its beginning and end itself.
+            # The text itself may contain the tokens at its beginning and end.
             prefix = () if tuple(ids[: len(draft.prefix)]) == draft.prefix else draft.prefix
             suffix = [] if ids[-1:] == [self.eos_token_id] else [self.eos_token_id]
             ids = [*prefix, *ids, *suffix]
@@ -308,13 +315,13 @@ class ExampleEncoder:
         return Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
 
     def _mark(self, draft: _Draft, encoding: "Encoding", flags: bytearray) -> bool:
-        """Set the flags of the inner answers. False if the tokens of `encoding` before an answer
-        are not those of its prompt alone, or a token reaches over the end of the answer.
+        """Set the flags of the inner answers. Return False if the tokens before an answer differ
+        from those of its prompt alone, or if a token spans the end of the answer.
         """
         ids = encoding.ids
         offsets = encoding.offsets
         starts = [start for start, _ in offsets]
-        header = 0  # place of the last token in the prompt that cuts the text
+        header = 0  # position of the prompt's last cutting token
         for turn in draft.inner:
             for match in self._cutting.finditer(turn.prompt, header):
                 header = match.start()

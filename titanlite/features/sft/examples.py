@@ -1,5 +1,5 @@
-"""Examples as memory-mapped token ids, made once per machine, with counts and reasons of all that
-was skipped.
+"""Examples as memory-mapped token ids, built once per machine, with counts and reasons of skipped
+rows.
 """
 
 import json
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
-_FILE_SHIFT = 40  # a place is file << 40 | number
+_FILE_SHIFT = 40  # a place is (file << 40) | number
 _INDEX = ("offsets", "num_trained", "places")  # arrays that are loaded
 _HEADER = ("form", "names", "num_rows", "vocab_size", "stop_token_ids", "counts", "skipped")
 
@@ -46,21 +46,20 @@ class Examples:
     """The examples of a set of rows, and what was left out of them.
 
     Attributes:
-        form: form of the rows; None where no row could be used.
-        names: files of the rows, as `Rows.names`.
+        form: format of the rows; None if no row could be used.
+        names: files of the rows, as in `Rows.names`.
         tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65536.
         flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.features.sft.chat`.
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
-        places: (num_examples,) int64, the row of each example; examples of one row follow each
-            other.
+        places: (num_examples,) int64, the row of each example; examples of one row are consecutive.
         num_rows: rows that were read.
         vocab_size: one more than the largest id among the tokens.
         stop_token_ids: tokens that answers end with.
         counts: remarks about chats, as in `ChatRenderer`.
-        skipped: for each reason the number of rows that were left out, and the message about the
+        skipped: for each reason, the number of rows that were left out, and the message about the
             first.
-        content: digest of rows, tokenizer, template and options, wherever the rows are.
+        content: digest of rows, tokenizer, template and options, independent of the rows' paths.
     """
 
     form: Form | None
@@ -82,33 +81,33 @@ class Examples:
         return 2 if self.form == "preference" else 1
 
     def get_place(self, example: int) -> tuple[int, int]:
-        """Return file and number of the row of an example."""
+        """Return the file and the number of an example's row."""
         return divmod(int(self.places[example]), 1 << _FILE_SHIFT)
 
     def describe_place(self, example: int) -> str:
         return describe_place(self.names, *self.get_place(example))
 
     def get_documents(self, example: int) -> Iterator[slice]:
-        """Yield the place in `tokens` and `flags` of each document of an example."""
+        """Yield the slice of `tokens` and `flags` for each document of an example."""
         size = self.documents_per_example
         for document in range(example * size, (example + 1) * size):
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
 
 
 def sum_counts(parts: Iterable[Examples]) -> Counter[str]:
-    """Add up the remarks about chats."""
+    """Add up the counts of remarks about chats."""
     return sum((Counter(part.counts) for part in parts), Counter())
 
 
 def concatenate(parts: Sequence[Examples]) -> Examples:
-    """Join examples of rows that follow each other, encoded one after the other by one encoder."""
+    """Join the examples of consecutive rows, which one encoder has encoded in this order."""
     skipped: dict[str, tuple[int, str]] = {}
     for reason, (count, first) in chain.from_iterable(part.skipped.items() for part in parts):
         before, text = skipped.get(reason, (0, first))
         skipped[reason] = (before + count, text)
     lengths = [np.diff(part.offsets) for part in parts]
     return replace(
-        parts[-1],  # has the form, and the stop tokens of all
+        parts[-1],  # has the format, and the stop tokens of all parts
         tokens=np.concatenate([part.tokens for part in parts]),
         flags=np.concatenate([part.flags for part in parts]),
         offsets=np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64),
@@ -122,16 +121,16 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
 
 
 def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> Examples:
-    """Render and tokenize `rows`, or map the files made by an earlier call for the same rows and
+    """Render and tokenize `rows`, or map the files of an earlier call for the same rows and
     settings.
 
     Raises:
-        DataError: a row cannot be used and `data.bad_rows` is 'error' (all bad rows among the same
-            512 are named); no row can be used; a file cannot be read; the tokenizer has no chat
+        DataError: a row cannot be used and `data.bad_rows` is 'error' (names all bad rows among the
+            same 512); no row can be used; a file cannot be read; the tokenizer has no chat
             template; the cache cannot be written.
     """
     content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
-    # Names of files are part of the key, because errors are reported by them.
+    # File names are part of the key, because errors name them.
     key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()
     path = get_cache_folder(data) / "examples" / f"{key[:32]}.tokens"
     examples, elapsed_s = load_or_build(
@@ -150,8 +149,8 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
 def make_key(
     data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]
 ) -> str:
-    """Return a digest of `rows`, which identifies them, and of all settings that their tokens
-    depend on.
+    """Return a digest of `rows`, values that identify the rows, and of all settings that their
+    tokens depend on.
     """
     settings = [
         6,
@@ -190,13 +189,13 @@ def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", 
     whole = concatenate(parts)
     header = {name: getattr(whole, name) for name in _HEADER} | {"dtype": dtype}
     arrays = {name: getattr(whole, name) for name in _INDEX}
-    # last: only with it are the other files valid
+    # Written last: it makes the other files valid.
     with write_atomic(path.with_suffix(".npz")) as file:
         np.savez(file, header=np.array(json.dumps(header)), **arrays)
 
 
 def _load(path: Path) -> Examples | None:
-    """Map the arrays; None if a file is missing, damaged or cut off."""
+    """Map the arrays; return None if a file is missing, damaged or cut off."""
     try:
         with path.with_suffix(".npz").open("rb") as file, np.load(file) as found:
             header = json.loads(str(found["header"]))
@@ -224,10 +223,10 @@ def _no_usable_row(names: Sequence[str], parts: Sequence[Examples]) -> DataError
 def encode_rows(
     data: DataSection, encoder: ExampleEncoder | None, batch: Sequence[Row], names: Sequence[str]
 ) -> Examples:
-    """Render and tokenize rows. Without an encoder, no row has a known form.
+    """Render and tokenize rows. Without an encoder, the rows have no known format.
 
     Raises:
-        DataError: `data.bad_rows` is 'error', and there are some: all are named.
+        DataError: rows cannot be used, and `data.bad_rows` is 'error'; names all of them.
     """
     good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
     encoded = iter(map(_unknown_form, good) if encoder is None else encoder.encode(good))
@@ -269,12 +268,12 @@ def encode_rows(
 def make_encoder(
     data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]
 ) -> ExampleEncoder | None:
-    """Build the encoder for the configured form, or that of the first row of `batch` with a known
-    one; None without.
+    """Build the encoder for the configured format, or for that of the first row of `batch` with a
+    known one; None if there is none.
 
     Raises:
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and
-            the rows are no text.
+            the rows are not text.
     """
     form = data.format
     fields = get_fields(data)

@@ -1,4 +1,4 @@
-"""Chats and plain texts, parsed from rows in the formats that public data sets have.
+"""Chats and plain texts, parsed from rows in the formats of public data sets.
 
 | format | fields |
 |---|---|
@@ -7,7 +7,7 @@
 | text | `text`, or the field that `data.text_field` names |
 | preference | `chosen`, `rejected`: strings or lists of messages, with `prompt` or a shared beginning |
 
-Chats may also bring `tools` (OpenAI's older `functions`), `chat_template_kwargs` and `system`. A
+Chats may also have `tools` (OpenAI's older `functions`), `chat_template_kwargs` and `system`. A
 list of messages may be JSON text, as CSV files have it. Columns under other names are renamed by
 `data.fields`; `data.converter` turns other rows into these.
 
@@ -30,10 +30,10 @@ from titanlite.features.sft.unread import list_unread, refuse_placeholder, refus
 T = TypeVar("T", str, list[Any], dict[str, Any])
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
-_Weighted = tuple[Messages, frozenset[int]]  # and the indices of those that are not trained
+_Weighted = tuple[Messages, frozenset[int]]  # and the indices of messages that are not trained
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Other names of roles: ShareGPT's, OpenAI's older one, and Llama's.
+# Alternative names of roles: ShareGPT's, an older one of OpenAI, and Llama's.
 _OTHER_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -42,15 +42,15 @@ _OTHER_ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
-# Fields of a question and its answer, as instruction data have them.
+# Fields of a question and its answer in instruction data.
 QUESTIONS = (
     ("instruction", "output"),
     ("instruction", "response"),
     ("question", "answer"),
     ("prompt", "response"),
 )
-_CONTEXTS = ("input", "context")  # Alpaca's and Dolly's, after an instruction
-# Fields that a row format takes from `data.fields`.
+_CONTEXTS = ("input", "context")  # of Alpaca and Dolly, after an instruction
+# Fields of each row format that `data.fields` can name.
 FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "messages": (
         "messages",
@@ -65,8 +65,8 @@ FORM_FIELDS: dict[Form, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "system", "tools"),
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Flags of an assistant's message that say whether it is trained: OpenAI's and Together's, and those
-# of ms-swift, axolotl and verl.
+# Flags of an assistant's message that decide whether it is trained, in the data of OpenAI,
+# Together, ms-swift, axolotl and verl.
 WEIGHTS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_scale")
 _ALSO_READ = ("tools", "functions", "chat_template_kwargs")
 _KEYS = frozenset(
@@ -79,7 +79,7 @@ _JSON_LIST = re.compile(r"\s*\[\s*\{")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation for the chat template; the assistant's messages from `answers_from` on are
+    """A conversation for the chat template; the assistant's messages from `answers_from` on are the
     answers to learn.
     """
 
@@ -88,20 +88,21 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()  # messages with "weight": 0
-    arguments_as_text: bool = False  # of calls, for templates that take nothing else
+    arguments_as_text: bool = False  # tool calls' arguments, for templates that accept nothing else
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Text that no template touches: a prompt, None for a document, and what follows it."""
+    """Text without a template: a prompt (None for a document), and its continuation."""
 
     prompt: str | None
     text: str
 
 
 def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return `row` with the columns in `fields` renamed to their fields. Raises RowError: one of
-    them is missing.
+    """Return `row` with the columns named in `fields` renamed to their fields.
+
+    Raises RowError: one of these columns is missing.
     """
     for name, column in fields.items():
         if column not in row:
@@ -115,7 +116,7 @@ def rename_fields(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, A
 
 
 def detect_form(row: Mapping[str, Any]) -> Form | None:
-    """Return the row format whose fields `row` has, or None."""
+    """Return the row format whose fields are in `row`, or None."""
     if "chosen" in row and "rejected" in row:
         return "preference"
     if "messages" in row or "conversations" in row:
@@ -128,11 +129,11 @@ def detect_form(row: Mapping[str, Any]) -> Form | None:
 
 
 def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
-    """Return the one document of `row`; of preference pairs two, chosen and rejected.
+    """Return the single document of `row`, or the chosen and the rejected one of a preference pair.
 
     Raises:
-        RowError: a field is missing, empty or of the wrong type, a role is unknown, or a column
-            that nothing reads changes what is learned.
+        RowError: a field is missing, empty or of the wrong type, a role is unknown, or an unread
+            column would change what is learned.
     """
     refuse_unread(row, form)
     if form == "preference":
@@ -145,8 +146,8 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
 
 
 def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
-    """Count the columns that the row format does not read, and the keys of messages that neither
-    it nor the chat template reads; each word of a template may be a key.
+    """Count the columns that the row format does not read, and the keys of messages that neither it
+    nor the chat template reads; any word of a template may be a key.
     """
     keys = _KEYS.union(re.findall(r"\w+", template))
     unread = (list_unread(row, _list_fields(row, form), keys) for row in rows)
@@ -154,7 +155,7 @@ def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -
 
 
 def _list_fields(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
-    """List the fields that the row format reads in this row."""
+    """List the fields of this row that the row format reads."""
     if form != "messages":
         return (*FORM_FIELDS[form], *_ALSO_READ)
     if pair := _find_question(row):
@@ -163,14 +164,14 @@ def _list_fields(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
 
 
 def _find_question(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the fields of a question and its answer, where `row` has no messages."""
+    """Return the fields of a question and its answer, if `row` has no messages."""
     if "messages" in row or "conversations" in row:
         return None
     return next((pair for pair in QUESTIONS if pair[0] in row and pair[1] in row), None)
 
 
 def _ask(row: dict[str, Any], *names: str) -> Messages:
-    """Return the user's message that has the texts of the fields."""
+    """Return a user message with the texts of the fields."""
     text = "\n\n".join(_get_text(row, name) for name in names)
     refuse_placeholder(text, f"field '{names[0]}'")
     return [{"role": "user", "content": text}]
@@ -181,7 +182,7 @@ def _answer(row: dict[str, Any], name: str) -> Messages:
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
-    """Return the system message from a row's own field, unless its turns begin with one."""
+    """Return the system message from the row's own field, unless its turns begin with one."""
     text = row.get("system")
     if not isinstance(text, str) or not text or (turns and turns[0]["role"] == "system"):
         return []
@@ -246,8 +247,8 @@ def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[_Weighted]]:
-    """Return prompt and answers of a pair of message lists; the prompt is in its field, in the
-    lists, or in both.
+    """Return the prompt and the answers of a pair of message lists; the prompt may be in its own
+    field, in the lists, or in both.
     """
     sides = [_get_messages(row, name) for name in ("chosen", "rejected")]
     lists = [messages for messages, _ in sides]
@@ -306,14 +307,16 @@ def _get_text(row: dict[str, Any], name: str, *, may_be_empty: bool = False) -> 
 
 
 def _get(row: dict[str, Any], name: str) -> Any:
-    """Return the field: text, or messages, also as JSON text. Other JSON is text to learn."""
+    """Return the field: text, or messages, which may be given as JSON text. Other JSON is text to
+    learn.
+    """
     if name not in row:
         raise _missing(row, name)
     value = row[name]
     if isinstance(value, str) and _JSON_LIST.match(value):
         try:
             found = parse_json(value)
-        except ValueError:  # text that begins like JSON
+        except ValueError:  # a text that begins like JSON
             return value
         if all(isinstance(item, dict) and not item.keys().isdisjoint(_ROLE_KEYS) for item in found):
             return found
@@ -321,7 +324,7 @@ def _get(row: dict[str, Any], name: str) -> Any:
 
 
 def _from_json(value: Any, where: str) -> Any:
-    """Return `value`, parsed as JSON if it is text."""
+    """Return `value`, parsed as JSON if it is a string."""
     try:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -331,7 +334,7 @@ def _from_json(value: Any, where: str) -> Any:
 
 
 def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
-    """Return the messages of a field as OpenAI writes them, and the indices of those that are not
+    """Return the messages of a field in OpenAI's format, and the indices of messages that are not
     trained.
     """
     where = f"field '{name}'"
@@ -355,8 +358,8 @@ def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
 def take_weight(message: dict[str, Any], where: str) -> bool:
     """Remove the flags in `WEIGHTS` from `message`, and return whether it is trained.
 
-    Raises RowError: a flag is not 0, 1, true or false, or one that only the assistant's messages
-    have says to train another.
+    Raises RowError: a flag is not 0, 1, true or false, or marks a message of another role as
+    trained.
     """
     is_trained = True
     for name in WEIGHTS:
@@ -374,8 +377,8 @@ def take_weight(message: dict[str, Any], where: str) -> bool:
 
 
 def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with `role`, `content` and `tool_calls`, also from ShareGPT's `from` and
-    `value`, and from OpenAI's older `function_call`.
+    """Return a message with `role`, `content` and `tool_calls`; ShareGPT's `from` and `value`, and
+    OpenAI's older `function_call`, are converted.
     """
     role_key = "from" if "from" in given and "role" not in given else "role"
     content_key = "value" if "value" in given and "content" not in given else "content"
@@ -410,7 +413,7 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if "content" in message:
         message["content"] = _flatten(message["content"], f"{where}.content")
     elif says_otherwise:
-        message["content"] = ""  # templates test the text, and would print a missing one as None
+        message["content"] = ""  # templates would print a missing text as None
     else:
         raise RowError("missing field", f"{where} has no 'content'. Write text.")
     if role == "assistant" and not says_otherwise and not message["content"].strip():
@@ -424,7 +427,9 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _flatten(content: Any, where: str) -> str:
-    """Return the content as text: templates for text would print a list of parts as Python does."""
+    """Return the content as text: templates for text would print a list of parts in Python's
+    syntax.
+    """
     if not isinstance(content, list):
         return _expect(content, str, where)
     texts = []
@@ -445,8 +450,8 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         call = _expect(call, dict, f"{where}[{index}]")
         function = _expect(call.get("function", call), dict, f"{where}[{index}].function")
         _expect(function.get("name"), str, f"{where}[{index}].function.name")
-        # OpenAI gives the arguments as JSON text; templates print them with tojson, and text would
-        # be quoted twice.
+        # OpenAI gives the arguments as JSON text; templates print them with tojson, which would
+        # quote text again.
         arguments = parse_object(function.get("arguments", {}), f"{where}[{index}].arguments")
         call = {"type": "function"} | {
             key: value for key, value in call.items() if key not in ("name", "arguments")
@@ -456,12 +461,14 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def parse_object(value: Any, where: str) -> dict[str, Any]:
-    """Return `value`, parsed as JSON if it is text; a RowError names `where` if it is no object."""
+    """Return `value`, parsed as JSON if it is a string. Raises RowError, which names `where`: it is
+    not an object.
+    """
     return _expect(_from_json(value, where), dict, where)
 
 
 def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools; OpenAI's older `functions` are wrapped as tools."""
+    """Return the tools; OpenAI's older `functions` are converted to tools."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name in ("tools", "functions"):
         where = f"field '{name}'"

@@ -1,9 +1,10 @@
 """Readers of rows: (number, row) pairs, with a `RowError` in place of a bad line of JSON.
 
-CSV, Parquet and Arrow files are read by `datasets`. Lines of JSON are parsed here: `datasets` finds
-one type for each column in the first 10 MB, so that the text "2024-01-01" becomes a date, "1" next
-to a number becomes a number, a list in a column of texts becomes text, and a key that first appears
-later ends the run. None of that may happen to a chat or to the arguments of a tool.
+CSV, Parquet and Arrow files are read by `datasets`. Lines of JSON are parsed here, because
+`datasets` infers one type for each column from the first 10 MB: the text "2024-01-01" becomes a
+date, "1" next to a number becomes a number, a list in a column of texts becomes text, and a key
+that first appears later ends the run. None of that may happen to a chat or to the arguments of a
+tool.
 """
 
 import glob
@@ -23,13 +24,13 @@ from titanlite.base.files import check_regular, open_regular, parse_json
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _BATCH_ROWS = 1024
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # as some editors write it
 SUFFIXES = (".jsonl", ".json", *_BUILDERS)  # after .jsonl and .json one of `_PACKED` may follow
 
 
 class RowError(Exception):
-    """One row cannot be used. `reason` is a few words to count by, the text says what is wrong and
-    what to do.
+    """One row cannot be used. `reason` is a short phrase to count by; the text says what is wrong
+    and what to do.
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -41,8 +42,8 @@ Numbered = Iterator[tuple[int, dict[str, Any] | RowError]]
 
 
 def get_kind(file: Path) -> str:
-    """Return the suffix that selects the reader of a file, '.jsonl' for 'a.jsonl.gz'; '' for a file
-    that no reader knows.
+    """Return the suffix that selects a file's reader, such as '.jsonl' for 'a.jsonl.gz'; '' if
+    there is no reader.
     """
     if file.suffix in _PACKED:
         kind = Path(file.stem).suffix
@@ -51,12 +52,12 @@ def get_kind(file: Path) -> str:
 
 
 def read_rows(file: Path, start: int = 0) -> Numbered:
-    """Yield the rows of a file after number `start`; rows are numbered from 1, blank lines of JSON
-    included.
+    """Yield the rows of a file after number `start`; rows are numbered from 1, including blank
+    lines of JSON.
 
     Raises:
         DataError: the file is damaged, or not of the kind that its name says.
-        OSError: it is no regular file, or cannot be opened.
+        OSError: the file is not a regular one, or cannot be opened.
     """
     check_regular(file)
     kind = get_kind(file)
@@ -66,7 +67,7 @@ def read_rows(file: Path, start: int = 0) -> Numbered:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Raise a DataError that names the file for each error in its content."""
+    """Turn each error in the content of `file` into a DataError that names the file."""
     try:
         yield
     except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
@@ -84,7 +85,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path, start: int) -> Numbered:
-    """Yield the rows of lines of JSON, or of one array of rows."""
+    """Yield the rows of a file with lines of JSON, or with one JSON array of rows."""
     with _open(file) as stream:
         head = stream.read(64)
         if get_kind(file) == ".json" and head.strip(_BYTE_ORDER_MARK + b" \t\r\n")[:1] == b"[":
@@ -101,7 +102,7 @@ def _open(file: Path) -> IO[bytes]:
     if file.suffix == ".xz":
         return lzma.open(file)
     if file.suffix in _PACKED:
-        from pyarrow import input_stream  # takes half a second
+        from pyarrow import input_stream  # takes half a second to import
 
         return BufferedReader(input_stream(str(file)), 1 << 16)
     return open_regular(file)
@@ -111,7 +112,7 @@ def _parse(line: bytes) -> dict[str, Any] | RowError:
     try:
         text = line.decode("utf-8-sig").strip()
         row = parse_json(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is no character
+        if "\\ud" in text.lower():  # half of a surrogate pair is not a character
             json.dumps(row, ensure_ascii=False).encode()
     except ValueError as error:
         what = first_line(error).replace("line 1 column", "column")
@@ -131,13 +132,13 @@ def _check(row: Any) -> dict[str, Any] | RowError:
 
 
 def _read_columns(file: Path, kind: str, start: int) -> Numbered:
-    """Yield the rows that `datasets` reads, one at a time: it keeps no copy of the file."""
+    """Yield the rows that `datasets` reads, one at a time; it stores no copy of the file."""
     from datasets import load_dataset
 
     options: dict[str, Any] = _declare_text(file) if kind == ".csv" else {}
-    if kind == ".parquet":  # otherwise a whole row group, and an error where that has no row
+    if kind == ".parquet":  # otherwise it reads whole row groups, and fails on an empty one
         options["batch_size"] = _BATCH_ROWS
-    with TemporaryDirectory() as folder:  # for its locks: nothing of a stream is cached
+    with TemporaryDirectory() as folder:  # for its locks: a streamed file is not cached
         rows = load_dataset(
             _BUILDERS[kind],
             data_files=glob.escape(str(file)),
@@ -156,15 +157,15 @@ def _declare_text(file: Path) -> dict[str, Any]:
     from pandas import RangeIndex, read_csv
 
     head = read_csv(file, nrows=1, dtype=str)
-    if not isinstance(head.index, RangeIndex):  # pandas would take the first fields for labels
+    if not isinstance(head.index, RangeIndex):  # pandas would use the first fields as labels
         raise ValueError("the first row has more fields than there are columns, quote its commas")
     features = Features({str(name): Value("string") for name in head.columns})
     return {"features": features, "keep_default_na": False}
 
 
 def drop_none(value: Any) -> Any:
-    """Return `value` without None entries of dicts: a column store writes None where a row has no
-    such key.
+    """Return `value` without None entries of dicts: a column store writes None for keys that a row
+    does not have.
     """
     if isinstance(value, dict):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
@@ -172,6 +173,6 @@ def drop_none(value: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; its class name if it has none."""
+    """Return the first line of an error's text; its class name if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

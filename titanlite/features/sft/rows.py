@@ -1,5 +1,5 @@
-"""Rows of examples from files or from the Hugging Face hub, each with the place that an error can
-name.
+"""Rows of examples from files or from the Hugging Face hub, each with a location for error
+messages.
 """
 
 import json
@@ -36,7 +36,9 @@ _CHUNK_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Row:
-    """A row, or why it cannot be read; `number` counts from 1 in its file, as lines of JSON do."""
+    """A row, or the error for which it cannot be read; `number` counts from 1 in its file, in the
+    order of the lines.
+    """
 
     file: int
     number: int
@@ -55,21 +57,22 @@ class LocalRows:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Name and size of each file, wherever the files are."""
+        """Name and size of each file, independent of its path."""
         with _naming_file():
             return tuple(
                 f"{file.name} of {check_regular(file).st_size} bytes" for file in self.files
             )
 
     def get_digest(self, cache_folder: Path) -> str:
-        """Return a digest of all bytes, which is read once and kept in `cache_folder`."""
+        """Return a digest of all bytes. It is computed once and stored in `cache_folder`."""
         return read_once(cache_folder, "rows", self.files, self._compute_digest)
 
     def _compute_digest(self) -> str:
         digest = sha256()
         with _naming_file():
             for file in self.files:
-                # Lengths first, or the last bytes of one file could be the first ones of the next.
+                # Lengths first: otherwise the last bytes of one file could be the first bytes of
+                # the next one.
                 digest.update(f"{file.suffix} {file.stat().st_size} ".encode())
                 with open_regular(file) as stream:
                     while chunk := stream.read(_CHUNK_BYTES):
@@ -95,7 +98,7 @@ def _naming_file() -> Iterator[None]:
 @dataclass(frozen=True)
 class HubRows:
     """The rows of a dataset of the Hugging Face hub, downloaded and cached by `datasets` on first
-    use; with `streaming` they are downloaded as they are read.
+    use; with `streaming` they are downloaded while they are read.
     """
 
     path: str
@@ -109,7 +112,7 @@ class HubRows:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of its cache; none of a stream."""
+        """The files of its cache; empty for a stream."""
         files = () if self.streaming else self._dataset.cache_files
         return tuple(Path(file["filename"]) for file in files)
 
@@ -118,7 +121,7 @@ class HubRows:
         from datasets import load_dataset
 
         repository, _, revision = self.path.partition("@")
-        if self.streaming:  # pin today's revision, or a resumed run could read other rows
+        if self.streaming:  # fixes the revision: a resumed run must read the same rows
             revision = self._revision
         with _reading_hub(f"'{self.path}', split '{self.split}',"):
             return load_dataset(
@@ -153,8 +156,8 @@ class HubRows:
 
 @contextmanager
 def _reading_hub(what: str) -> Iterator[None]:
-    """Raise a DataError that names the dataset for any error while reading from the hub, HTTP
-    errors included.
+    """Turn any error while reading from the hub, including HTTP errors, into a DataError that names
+    the dataset.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
@@ -163,7 +166,7 @@ def _reading_hub(what: str) -> Iterator[None]:
     transport = tuple(base for base in bases if base.__name__ in ("HTTPError", "RequestException"))
     try:
         yield
-    # ValueError: no such split
+    # ValueError: the split does not exist
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:
         raise DataError(
             f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct "
@@ -174,8 +177,8 @@ def _reading_hub(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rows:
-    """An ordered set of rows that can be read again and again: after the function of
-    `data.converter`, if one is named, and with columns renamed to `fields`.
+    """An ordered set of rows that can be read repeatedly. `data.converter`, if it is set, has
+    converted them, and columns are renamed to `fields`.
     """
 
     source: LocalRows | HubRows
@@ -193,7 +196,7 @@ class Rows:
 
     @property
     def _code(self) -> tuple[str, ...]:
-        """The converter and a digest of its file; nothing without one."""
+        """The converter's name and a digest of its file; empty without a converter."""
         if self._function is None:
             return ()
         file = sys.modules[self.converter.partition(":")[0]].__file__
@@ -202,20 +205,20 @@ class Rows:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Names of what is read, with sizes or revision, and the converter: known without reading
-        the rows.
+        """Names, sizes or revision of the data, and the converter: known without reading the
+        rows.
         """
         return (*self.source.identity, *self._code)
 
     def get_digest(self, cache_folder: Path) -> str:
-        """Return a digest of all that the rows are made from, read once and kept in
+        """Return a digest of everything that the rows depend on. It is computed once and stored in
         `cache_folder`.
         """
         parts = (self.source.get_digest(cache_folder), *self._code)
         return sha256(" ".join(parts).encode()).hexdigest()
 
     def iterate_from(self, file: int = 0, number: int = 0) -> Iterator[Row]:
-        """Yield the rows after row `number` of file `file`; the rows before it are not parsed."""
+        """Yield the rows after row `number` of file `file`; earlier rows are not parsed."""
         for index in range(file, len(self.names)):
             for found, content in self.source.read(index, number if index == file else 0):
                 if isinstance(content, dict):
@@ -242,15 +245,15 @@ class Rows:
 
 
 def describe_place(names: Sequence[str], file: int, number: int) -> str:
-    """Return the place of a row in words: 'chats.jsonl, row 7'."""
+    """Return the location of a row, such as 'chats.jsonl, row 7'."""
     return f"{names[file]}, row {number}"
 
 
 def refuse_rows(
     names: Sequence[str], problems: Sequence[tuple[int, int, str]], remedy: str
 ) -> None:
-    """Raise a DataError for problems of rows (file, number, text): one line, with the first place,
-    for all rows of a file with one text.
+    """Raise a DataError for the problems of rows (file, number, text). Rows of a file with the same
+    text share one line, which names the first of them.
     """
     found = defaultdict[tuple[int, str], list[int]](list)
     for file, number, text in problems:
@@ -264,16 +267,16 @@ def refuse_rows(
 
 
 def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
-    """Return the rows of `data.path` as `[data]` says: a file, all such files in a folder and its
-    subfolders, or a dataset of the hub.
+    """Return the rows of `data.path`: a file, all row files in a folder and its subfolders, or a
+    dataset of the hub.
 
-    A folder that `datasets` saved gives its rows; of several splits, those of `data.split`. Another
-    folder gives its files that match `data.pattern`, or without one all files with rows of
-    `data.split` (`choose_split`). A name `owner/name[@revision]` that is no local path is looked up
-    on the hub.
+    A folder saved by `datasets` gives its rows; if it has several splits, the rows of `data.split`.
+    Any other folder gives its files that match `data.pattern`, or by default all files with rows of
+    `data.split` (`choose_split`). A name `owner/name[@revision]` that is not a local path is looked
+    up on the hub.
 
     Raises:
-        DataError: there is nothing at `data.path`, or nothing that can hold rows.
+        DataError: `data.path` does not exist, or holds nothing that can be rows.
     """
     root = Path(data.path)
     if not root.exists() and is_hub_id(data.path):
@@ -285,7 +288,7 @@ def open_rows(data: DataSection, *, streaming: bool = False) -> Rows:
 
 def _find_files(root: Path, pattern: str, split: str) -> list[Path]:
     endings = ", ".join(SUFFIXES)
-    if (root / "dataset_dict.json").is_file():  # as `DatasetDict.save_to_disk` writes it
+    if (root / "dataset_dict.json").is_file():  # written by `DatasetDict.save_to_disk`
         root = root / split
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         state = json.loads((root / "state.json").read_bytes())

@@ -1,6 +1,7 @@
-"""Columns of rows and keys of messages that nothing reads.
+"""Columns of rows and keys of messages that are not read.
 
-What would change what is learned is refused by name; the rest is counted, for one line of the log.
+A column that would change what is learned is refused by name; other columns are counted, for one
+line of the log.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -9,12 +10,13 @@ from typing import Any, NamedTuple
 from titanlite.base.text import list_names
 from titanlite.features.sft.readers import RowError
 
-UNREAD = "not read: "  # begins the names of these counts
-KEYS = "messages[]."  # and of keys of messages
+UNREAD = "not read: "  # prefix of these counts
+KEYS = "messages[]."  # prefix of keys of messages, after it
 _EMPTY = (None, "", [], {})
 _ONE = ("1", "1.0", "True", "true")
-_FLAGS = (*_ONE, "0", "0.0", "False", "false")  # in CSV files they are text
-# "<image>" is the place of one in LLaVA, LLaMA-Factory and ms-swift; HTML has a closing tag.
+_FLAGS = (*_ONE, "0", "0.0", "False", "false")  # strings, because CSV files have no other values
+# "<image>" marks the position of an image in LLaVA, LLaMA-Factory and ms-swift; HTML has a closing
+# tag.
 _PLACES = ("image", "audio", "video")
 
 
@@ -22,10 +24,10 @@ class _Refused(NamedTuple):
     """Columns, or keys of messages, that change what is learned.
 
     Attributes:
-        what: what the column says, and what to do.
-        forms: the row formats in which it does; None: all.
-        values: as text, the only values for which it does.
-        harmless: as text, values for which it does not.
+        what: the meaning of the column, and what to do.
+        forms: the row formats for which it is refused; None: all.
+        values: the only values, as strings, for which it is refused; None: all.
+        harmless: values, as strings, for which it is not refused.
     """
 
     names: tuple[str, ...]
@@ -79,8 +81,8 @@ _REFUSED = {
 
 
 def refuse_unread(entry: Mapping[str, Any], form: str, where: str = "") -> None:
-    """Raise a RowError if nothing reads a column, or a key of the message at `where`, that changes
-    what is learned.
+    """Raise a RowError if a column, or a key of the message at `where`, is not read although it
+    changes what is learned.
     """
     for name in sorted(entry.keys() & _REFUSED.keys()):
         refused = _REFUSED[name]
@@ -94,7 +96,9 @@ def refuse_unread(entry: Mapping[str, Any], form: str, where: str = "") -> None:
 
 
 def refuse_placeholder(text: str, where: str) -> None:
-    """Raise a RowError if a text that is no answer begins or ends with `<image>` or the like."""
+    """Raise a RowError if a text that is not an answer begins or ends with a placeholder such as
+    `<image>`.
+    """
     stripped = text.strip()
     for kind in _PLACES:
         place = f"<{kind}>"
@@ -112,7 +116,7 @@ def list_unread(
     row: Mapping[str, Any], fields: Collection[str], keys: Collection[str]
 ) -> Iterator[str]:
     """Yield the columns of `row` except `fields`, and the keys of its messages except `keys`, each
-    after `UNREAD`.
+    with the prefix `UNREAD`.
     """
     unread = [name for name, value in row.items() if name not in fields and value not in _EMPTY]
     for name in fields:
@@ -128,7 +132,9 @@ def list_unread(
 
 
 def describe_unread(counts: Mapping[str, int]) -> str:
-    """Return the counts of what `list_unread` has found, in one line; empty if there is none."""
+    """Return the counts of columns and keys from `list_unread` in one line; empty if there are
+    none.
+    """
     found = [
         f"{name.removeprefix(UNREAD)} ({count:,})"
         for name, count in counts.items()
