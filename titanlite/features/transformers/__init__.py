@@ -1,1 +1,1 @@
-"""Models of transformers that no native family covers."""
+"""transformers' classes, for models without a native family."""

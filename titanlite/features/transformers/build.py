@@ -1,4 +1,4 @@
-"""Describe a model of transformers on the meta device, with a source for each of its tensors."""
+"""Build a model of transformers on the meta device, with a source for each of its tensors."""
 
 import re
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ from titanlite.models.families.keys import MOST_PARAMETERS
 def build_transformers(
     config: TransformersConfig, dtype: torch.dtype = torch.float32
 ) -> TransformersModel:
-    """Build the model on the meta device; parameters in `dtype`, buffers in the dtypes of
+    """Build the model on the meta device; parameters are in `dtype`, buffers in the dtypes of
     `from_pretrained`.
 
-    Raises ConfigError: transformers refuses the configuration.
+    Raises ConfigError: transformers rejects the configuration.
     """
     hf_config, cls = load_config_and_class(config.hf, config.family)
 
@@ -55,7 +55,7 @@ def build_transformers(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers, which logs remarks on generation settings each time a model is
+    """Silence transformers, which logs remarks about generation settings each time a model is
     built.
     """
     from transformers.utils import logging
@@ -69,7 +69,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Give tensors that `from_pretrained` keeps in float32 that dtype; `_from_config` does not."""
+    """Convert to float32 the tensors that `from_pretrained` keeps in float32, because
+    `_from_config` does not.
+    """
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return

@@ -1,5 +1,5 @@
-"""A Hugging Face folder as the source of a transformers model's weights, and the layout of one that
-it is saved to.
+"""A Hugging Face folder as the source of a transformers model's weights, and the layout in which
+the model is saved.
 """
 
 import math
@@ -65,7 +65,7 @@ _UNTIE = ", and in its text_config if it has one; if both stay tied, correct the
 
 class TransformersCheckpoint(StoredWeights):
     """The weights of a transformers model, read through transformers' own mapping. Tensors that the
-    class allows to be absent may be.
+    class allows to be absent may be missing.
     """
 
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
@@ -76,7 +76,7 @@ class TransformersCheckpoint(StoredWeights):
         used = self._claim_stored(tensors)
         for name, info in tensors.items():
             master = self.stored.tensors.get(MASTER_PREFIX + name)
-            if master is not None:  # the model's own files have it too, with fewer bits
+            if master is not None:  # the model's own files have it too, in a smaller dtype
                 used.add(master.key)
                 parts = [Placed(master, whole(name, info.shape).region)]
                 self._claim_tensor(name, info, parts, master.shape)
@@ -87,7 +87,7 @@ class TransformersCheckpoint(StoredWeights):
         return [*self._claims.items(), *problems, *self._claim_rest(used, patterns)]
 
     def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> set[str]:
-        """Claim all that is stored for `tensors`; return its keys."""
+        """Claim all stored sources of `tensors`; return the keys of these sources."""
         self._claims: dict[str, Source | Unfit] = {}
         self._whole: dict[str, Group] = {}
         converting = ConvertingReader(self.folder, self.stored, self._model, self._whole)
@@ -113,8 +113,8 @@ class TransformersCheckpoint(StoredWeights):
         return used
 
     def find_untied(self) -> dict[str, str]:
-        """Return what is wrong with stored tensors that the model ties to others with other values,
-        by name.
+        """Return, by name, an error for each stored tensor that the model ties to another one with
+        different values.
         """
         ties = {
             n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)
@@ -137,7 +137,7 @@ class TransformersCheckpoint(StoredWeights):
         self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader
     ) -> None:
         if group.first in tensors and (packed := self._packed.get(group.keys[0])):
-            # The class has the matrices of gpt-oss transposed: (E, C, R).
+            # The class of gpt-oss has these matrices transposed: (E, C, R).
             info = tensors[group.first]
             rows, columns = info.shape[:0:-1] if len(info.shape) == 3 else (0, 1)
             if problem := describe_misfit(packed, info.shape, rows, columns):
@@ -214,7 +214,7 @@ class TransformersCheckpoint(StoredWeights):
                     self._claims[name] = Unfit(self.untied[name])
 
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
-        """Claim the class's own initialization for tensors that it allows to be missing."""
+        """Claim the class's own initialization for tensors that the class allows to be missing."""
         patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
         declared = self._model.declare_sources()
         for name, info in tensors.items():
@@ -228,10 +228,11 @@ class TransformersCheckpoint(StoredWeights):
                 self._claims[name] = source
 
     def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, Unfit]]:
-        """Return what is wrong with tensors that are absent for one reason; the class initializes
-        selection biases.
+        """Return an error for tensors that are missing for a common reason; missing selection
+        biases are initialized by the class.
 
-        Raises CheckpointError: most are stored under names that differ in one and the same way.
+        Raises CheckpointError: the names of most stored tensors differ from the expected ones by
+        the same prefix.
         """
         declared = self._model.declare_sources()
         base = f"{self._model.transformers_model.base_model_prefix}."
@@ -253,9 +254,9 @@ class TransformersCheckpoint(StoredWeights):
 
 
 def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
-    """Return the block of a stored tensor as a stored tensor of its own.
+    """Return the block of a stored tensor as a stored tensor.
 
-    Raises NotTraceable: its bytes do not follow one another in the file.
+    Raises NotTraceable: the bytes of the block are not contiguous in the file.
     """
     starts = part.source_starts
     lengths = part.source_lengths
@@ -274,8 +275,8 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
 def saved_entries(
     entries: Iterable[TensorEntry], model: TransformersModel
 ) -> dict[str, TensorEntry]:
-    """Return the tensors that a checkpoint of `model` has, by the names that transformers saves:
-    tied ones once.
+    """Return the tensors that a checkpoint of `model` has, by the names under which transformers
+    saves them; tied tensors once.
     """
     aliases = {
         name for name, source in model.declare_sources().items() if isinstance(source, Alias)
@@ -291,23 +292,23 @@ def saved_entries(
 
 
 class StoredForm(NamedTuple):
-    """A tensor of a checkpoint, with its name and shape there, and where it comes from."""
+    """A tensor of a checkpoint, with its stored name and shape, and its origin."""
 
     key: str
     shape: tuple[int, ...]
-    entry: TensorEntry  # that it is a region of, or the first of those that it is converted from
-    region: Region | None  # None if it is the result of a conversion
+    entry: TensorEntry  # of which it is a region, or the first one that it is converted from
+    region: Region | None  # None for the result of a conversion
     group: Group  # the conversion, of whole tensors
 
 
 def stored_forms(
     entries: Mapping[str, TensorEntry], model: TransformersModel
 ) -> tuple[list[StoredForm], Callable[[str], str]]:
-    """List what a checkpoint of `model` holds, in the model's order, with keys and layouts of the
-    one it came from.
+    """List the stored tensors of a checkpoint of `model`, in the model's order, with the keys and
+    layouts of the checkpoint that it was loaded from.
 
-    `entries` are from `saved_entries`. Also returns the last renaming of what conversions result
-    in.
+    `entries` are from `saved_entries`. The second result is a function that renames the results of
+    conversions.
     """
     groups, rename = saving_groups(entries, model)
     order = {name: i for i, name in enumerate(entries)}
@@ -346,12 +347,12 @@ def transformers_items(
     loaded from.
 
     Tensors that are stored transposed or merged are gathered and converted whole; the ranks take
-    turns to keep and write them, in host memory.
+    turns to hold and write them, in host memory.
 
     Args:
         entries: from `saved_entries`.
-        mine: by the same names, whether this rank writes its shard.
-        dtype: dtype of parameters on disk; buffers keep theirs.
+        mine: by the same names, True if this rank writes its shard.
+        dtype: dtype of parameters on disk; buffers keep their own.
 
     Collectives: one all-gather for each such tensor; every rank must call.
     """
@@ -387,7 +388,7 @@ def transformers_items(
 def _convert(
     group: Group, entries: Mapping[str, TensorEntry], model: TransformersModel
 ) -> dict[str, torch.Tensor]:
-    """Return the targets of `group`, in host memory. Collectives: an all-gather per source."""
+    """Return the targets of `group`, in host memory. Collectives: one all-gather per source."""
     sources: dict[str, torch.Tensor] = {}
     for name in group.keys:
         tensor = entries[name].tensor.detach()
@@ -403,15 +404,15 @@ class TransformersFormat:
         self._model = model
 
     def sources(self, folder: str, stored: Stored) -> TransformersCheckpoint:
-        """Return the stored weights in `folder`. Collective: of tied tensors stored twice, rank 0
-        reads both.
+        """Return the stored weights in `folder`. Collective: rank 0 compares tied tensors that are
+        stored twice.
         """
         checkpoint = TransformersCheckpoint(folder, stored, self._model)
         checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint
 
     def check(self, plan: Plan) -> list[str]:
-        """Return the problems of tensors without a place in the model's files. The same on all
+        """Return the problems of tensors that the model's files have no key for. The same on all
         ranks.
         """
         architecture = self._model.config.architecture

@@ -1,11 +1,11 @@
-"""Conversion between the tensors of a checkpoint and those that a class of transformers has in
-memory.
+"""Conversion between the tensors of a checkpoint and the tensors that a class of transformers has
+in memory.
 
 transformers describes the difference as renamings and operations on whole tensors (stack the
-experts, concatenate gate and up, cut a fused projection). Here its own operations run on `Traced`
-stand-ins, which know the stored tensor and place of each of their elements, and so the place of a
-shard in the files. Operations that a stand-in cannot follow (transpositions, permutations) run on
-whole tensors, and MXFP4 is dequantized by the reader.
+experts, concatenate gate and up, cut a fused projection). Here transformers' own operations run on
+`Traced` placeholders, which record for each element the stored tensor and the position that it
+comes from. So the position of a shard in the files is known too. Operations that a placeholder
+cannot follow (transpositions, permutations) run on whole tensors, and the reader dequantizes MXFP4.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,21 +22,21 @@ from titanlite.materialize import ReadRequest
 
 
 class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
-    """An operation that does more than place regions of tensors; its text is the name of the
+    """An operation that does more than place regions of tensors. The text is the name of the
     operation.
     """
 
 
 @dataclass(frozen=True)
 class TracedPart:
-    """A block of a tensor, and the block of the source that it is.
+    """A block of a tensor, and the block of the source with the same elements.
 
     Attributes:
         key: name of the source.
         starts: first index of the block in the traced tensor.
         source_starts, source_lengths: the block in the source.
-        dims: for each dim of the traced tensor the dim of the source that it walks, or None for an
-            inserted one.
+        dims: for each dim of the traced tensor, the corresponding dim of the source, or None for an
+            inserted dim.
     """
 
     key: str
@@ -47,17 +47,17 @@ class TracedPart:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the block in the traced tensor."""
+        """Lengths of the block in the traced tensor."""
         return tuple(1 if dim is None else self.source_lengths[dim] for dim in self.dims)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A stand-in for a tensor that knows where its elements come from; it goes through torch.stack,
+    """A placeholder for a tensor that records the origin of its elements; works with torch.stack,
     cat, chunk, split.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         parts: disjoint blocks that cover it.
     """
 
@@ -66,7 +66,7 @@ class Traced:
 
     @classmethod
     def source(cls, key: str, shape: tuple[int, ...]) -> "Traced":
-        """Return the whole of the source `key`."""
+        """Return a placeholder for the whole source `key`."""
         return cls(
             shape,
             (
@@ -112,7 +112,7 @@ class Traced:
         return Traced(_without(self.shape, dim), tuple(parts))
 
     def narrow(self, dim: int, start: int, length: int) -> "Traced":
-        """Return the indices from start to start + length along `dim`."""
+        """Return the indices from `start` to `start + length` along `dim`."""
         dim %= len(self.shape)
         parts = []
         for part in self.parts:
@@ -203,10 +203,10 @@ _FUNCTIONS: dict[Any, Any] = {
 
 @dataclass
 class Group:
-    """Sources that become targets together, through one entry of transformers' mapping.
+    """Sources that are converted to targets together, through one entry of transformers' mapping.
 
     Attributes:
-        first: name that transformers knows it by: the first target, or with a list index in it.
+        first: transformers' name for the group: the first target, or one with a list index in it.
         entry: the WeightRenaming or WeightConverter.
         sources: names of sources by the pattern that they match, in order.
     """
@@ -217,16 +217,17 @@ class Group:
 
     @property
     def keys(self) -> list[str]:
-        """All sources."""
+        """The names of all sources."""
         return [key for keys in self.sources.values() for key in keys]
 
     def convert(self, value_of: Callable[[str], Any], model: TransformersModel) -> dict[str, Any]:
-        """Targets from sources: tensors from tensors, or `Traced` ones from `Traced` ones.
+        """Convert sources to targets: tensors to tensors, or `Traced` placeholders to `Traced`
+        ones.
 
         Raises:
-            NotTraceable: with `Traced` sources; the operation does more than place regions, or asks
-                more of a tensor.
-            ValueError: the sources do not go together.
+            NotTraceable: with `Traced` sources; the operation does more than place regions, or uses
+                a property that placeholders do not have.
+            ValueError: the sources do not fit together.
         """
         entry = deepcopy(self.entry)
         values = {key: value_of(key) for key in self.keys}
@@ -238,7 +239,7 @@ class Group:
                 self.first, model=_Shapes(model), config=model.transformers_model.config
             )
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
-            # Operators are looked up on the type of a stand-in, which has none of them.
+            # Operators are looked up on the type of a placeholder, which has none.
             if isinstance(error, TypeError | AttributeError) and any(
                 isinstance(v, Traced) for v in values.values()
             ):
@@ -250,7 +251,7 @@ class Group:
 
 
 class _Shapes:
-    """The shapes of a model, which is all that operations may ask: the model itself is sharded by
+    """The shapes of a model's tensors, all that operations may use: the model itself is sharded by
     now.
     """
 
@@ -263,10 +264,10 @@ class _Shapes:
 
 
 def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[Group], list[str]]:
-    """Return how the stored `keys` become the tensors of `model`, and the keys that have no place
-    in it.
+    """Return how the stored `keys` become the tensors of `model`, and the keys that are no part of
+    it.
 
-    Notes in `model.conversions` which entries of the mapping were used; saving reverts those.
+    Also records in `model.conversions` the used entries of the mapping, which saving reverts.
     """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -276,11 +277,11 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     prefix = model.transformers_model.base_model_prefix
     unexpected = list[str]()
     targets = dict[str, Any]()
-    # in transformers' order: some renamings wait for a key
+    # In transformers' order, because some renamings depend on earlier keys.
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
-            name, pattern = key, None  # already the name of the tensor in memory
+            name, pattern = key, None  # already the tensor's name in memory
         if name in shapes:
             targets[key] = name, pattern
         else:
@@ -293,16 +294,18 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
 def saving_groups(
     names: Iterable[str], model: TransformersModel
 ) -> tuple[list[Group], Callable[[str], str]]:
-    """Return how the tensors `names` of `model` become stored ones, and the last renaming of those.
+    """Return how the tensors `names` of `model` become stored ones, and a function that renames the
+    results of conversions.
 
-    It reverts what was used for loading; for a model that was not loaded, the mapping of its class,
-    so that the names are those of the hub's checkpoints.
+    Saving reverts the conversions of loading. For a model that was not loaded, it reverts the
+    mapping of its class, so that the names are those of checkpoints on the hub.
     """
     from transformers.core_model_loading import PrefixChange, dot_natural_key, rename_source_key
 
     used = model.conversions
     if used is None:
-        # It is unknown whether there was a prefix, and old names are not written again.
+        # Without a loaded checkpoint there is no prefix to restore, and old names are not written
+        # again.
         used = [entry for entry in model.own_conversions if not isinstance(entry, PrefixChange)]
     renamings, converters = _by_kind(
         [deepcopy(entry).reverse_transform() for entry in reversed(used)]
@@ -325,8 +328,8 @@ def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
-    """Group sources by where they go: the first of `targets` of each; with it the pattern of a
-    conversion, or None.
+    """Group sources by target. `targets` maps each source to its first target, and to the pattern
+    of a conversion or None.
     """
     from transformers.core_model_loading import WeightRenaming
 
@@ -343,9 +346,9 @@ def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[A
 @dataclass
 class ConvertingReader:
     """A `TensorReader` that reads the sources of a tensor whole, converts them as transformers
-    does, and cuts.
+    does, and cuts the result.
 
-    Memory for the sources and the result of one group at a time, on the host; each rank reads all
+    It needs host memory for the sources and the result of one group at a time; each rank reads all
     bytes of its tensors.
     """
 
@@ -356,7 +359,7 @@ class ConvertingReader:
     proves_coverage: bool = False
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        """Write every requested region into its destination, cast; errors are those of
+        """Write every requested region into its destination, cast. Raises as
         `SafetensorsReader`.
         """
         by_group: dict[str, list[ReadRequest]] = {}
@@ -370,7 +373,7 @@ class ConvertingReader:
                 request.destination.copy_(found[request.name][request.region.slices])
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Read `keys` in the dtypes of the files, FP8 in `dtype`."""
+        """Read `keys` in the dtypes of the files; FP8 is dequantized to `dtype`."""
         reader = SafetensorsReader.of_keys(self.name, self.stored, keys)
         dtypes = {key: self.stored.tensors[key].dtype for key in keys}
         return reader.read_whole({k: dtype if d in FP8 else d for k, d in dtypes.items()})

@@ -2,10 +2,10 @@
 `use_titanlite_experts(model)`.
 
 transformers' experts interface calls a registered function with the module that holds the fused
-weights, the tokens, and what the router chose. Everything that the interface describes is served:
-gated or not, biases, transposed weights, expert parallelism's ids beyond the last expert, and a
-norm after the experts. The load of the experts is counted where layers call them, whatever computes
-them.
+weights, the tokens, and the router's choice. Every case of the interface is supported: gated or
+not, biases, transposed weights, expert parallelism's ids beyond the last expert, and a norm after
+the experts. The load of the experts is counted at the call of the module, independent of the
+implementation.
 
 Shapes: B batch, S sequence, T tokens, k experts per token, E experts.
 """
@@ -26,13 +26,13 @@ from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_
 from titanlite.ops.moe_experts import Exchange, moe_experts
 
 NAME = "titanlite"
-DISPATCH = "titanlite_dispatch"  # attribute of an experts module that holds its token dispatcher
+DISPATCH = "titanlite_dispatch"  # attribute of an experts module: its token dispatcher
 
 
 def use_titanlite_experts(model: Any) -> None:
     """Run the experts of a transformers model on titanlite's grouped GEMM from the next forward on.
 
-    Raises ValueError: the model's class does not let its experts be exchanged.
+    Raises ValueError: the model's class does not allow its experts to be replaced.
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -41,8 +41,8 @@ def use_titanlite_experts(model: Any) -> None:
 
 
 def find_experts(model: Any) -> dict[str, nn.Module]:
-    """Modules with fused expert weights whose class transformers' experts interface serves, by
-    name.
+    """Return the modules with fused expert weights that transformers' experts interface supports,
+    by name.
     """
     return {
         name: module
@@ -58,7 +58,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """Compute the forward of an experts module of transformers: (T, D), (T, k), (T, k) -> (T, D).
 
-    With a token dispatcher, put in by `distributed.apply_expert_parallel`, tokens travel to the
+    With a token dispatcher, set by `distributed.apply_expert_parallel`, tokens are sent to the
     ranks of their experts.
     """
     dispatch: Any = getattr(self, DISPATCH, dispatch_locally)
@@ -66,10 +66,10 @@ def experts_forward(
 
 
 class _HeldExperts:
-    """The experts that this rank holds, called as titanlite's own `Experts` are.
+    """The experts that this rank holds, with the call signature of titanlite's `Experts`.
 
     Attributes:
-        num_experts: experts of all ranks together.
+        num_experts: number of experts on all ranks together.
     """
 
     def __init__(self, module: Any) -> None:
@@ -85,8 +85,8 @@ class _HeldExperts:
         offsets: torch.Tensor,
         exchange: Exchange | None = None,
     ) -> torch.Tensor:
-        """Rows grouped by expert, each a token of `x` and its router weight; returns the sum of
-        each token's rows.
+        """Apply the experts to rows grouped by expert (a token of `x` and its router weight);
+        return the sum of each token's rows.
         """
         module = self._module
         dtype = x.dtype
@@ -124,15 +124,15 @@ def is_plain_swiglu(module: Any) -> bool:
         and module.is_concatenated
         and not module.has_bias
         and not getattr(module, "has_post_expert_norm", False)
-        # What the interface puts into classes that have no gate of their own; without it, take the
-        # general way.
+        # The interface's function for classes without their own gate; if it is missing, use the
+        # general case.
         and type(module)._apply_gate is getattr(moe, "_default_apply_gate", None)
         and isinstance(module.act_fn, nn.SiLU | SiLUActivation)
     )
 
 
 def _adapted(module: Any) -> frozenset[str]:
-    """Return the weights whose adapters, put in by `features.lora`, take part."""
+    """Return the weights to which `features.lora` has attached adapters."""
     return (
         getattr(module, "adapted", frozenset())
         if getattr(module, "adapter_enabled", False)
@@ -154,38 +154,38 @@ def _linear(
         y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
     if not module.has_bias:
         return y
-    # In float32: the gradient is a sum over an expert's rows, which CUDA adds up in this dtype.
+    # In float32: the gradient is a sum over an expert's rows, which CUDA accumulates in this dtype.
     bias = local_tensor(getattr(module, name + "_bias")).float()
     return y + bias.index_select(0, ids).to(y.dtype)
 
 
 @dataclass(frozen=True)
 class TransformersRouter:
-    """A router of transformers that chooses experts by score plus bias; it holds the bias."""
+    """A router of transformers that chooses experts by score plus bias; holds the bias."""
 
     module: nn.Module
     name: str  # of the bias
 
     @property
     def expert_bias(self) -> torch.Tensor:
-        """(E,) float32"""
+        """The bias, (E,) float32."""
         return getattr(self.module, self.name)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The first parameter of the router, which is frozen where the router is."""
+        """The first parameter of the router; it is frozen if the router is."""
         return next(self.module.parameters())
 
 
 class TransformersMoE(NamedTuple):
-    """What balancing asks of a layer with experts."""
+    """The parts of a layer with experts that balancing uses."""
 
     gate: TransformersRouter
 
 
 def find_router(model: nn.Module, path: str, experts: nn.Module) -> TransformersRouter | None:
-    """Return the router of the `experts` at `path` of `model`, if it has a bias that only chooses
-    experts. It is the module around the experts, or next to them.
+    """Return the router of the `experts` at `path` of `model`, if it has a bias that is only used
+    to choose experts. The router is the module around the experts, or next to them.
     """
     size = (getattr(experts, "num_experts", 0),)
     for module in model.get_submodule(path.rpartition(".")[0]).modules():
@@ -198,11 +198,12 @@ def find_router(model: nn.Module, path: str, experts: nn.Module) -> Transformers
 class TransformersExpertCounter(nn.Module):
     """Counts the rows that a layer's router gives to each expert; an `ExpertCounter`.
 
-    A hook before the experts' forward sees what the router chose, whatever implementation computes
-    the experts then.
+    A hook before the experts' forward reads the router's choice, whatever implementation then
+    computes the experts.
 
     Args:
-        experts: a module that transformers' experts interface serves. It becomes no submodule.
+        experts: a module that transformers' experts interface supports. It is not registered as a
+            submodule.
 
     Attributes:
         tokens_per_expert: (E,) int64, not saved; overwritten, never added to, so that a second run
@@ -224,13 +225,13 @@ class TransformersExpertCounter(nn.Module):
         return {"tokens_per_expert": Init(Zeros())}
 
     def begin(self, valid_BS: torch.Tensor | None) -> None:
-        """Begin a forward in training mode. If there are not as many tokens as in `valid_BS`, all
+        """Begin a forward in training mode. If the number of tokens is not that of `valid_BS`, all
         are counted.
 
-        The mask stays, because recomputation in backward counts again.
+        The mask is stored, because recomputation in backward counts again.
         """
         self._valid_T = None if valid_BS is None else valid_BS.flatten()
-        # a class may leave some experts out, such as those for images
+        # a class may not run some experts, such as those for images
         self.tokens_per_expert.zero_()
 
     @torch.no_grad()
@@ -241,16 +242,16 @@ class TransformersExpertCounter(nn.Module):
         ids_Tk = (args[1] if len(args) > 1 else kwargs["top_k_index"]).flatten(0, -2)
         if self._valid_T is not None and self._valid_T.numel() == ids_Tk.shape[0]:
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
-        # There are classes whose tokens may choose to skip all experts.
+        # In some classes, tokens may choose to skip all experts.
         ids = ids_Tk.flatten().to(torch.int64).clamp(max=num_experts)
         self.tokens_per_expert.copy_(count_rows(ids, num_experts + 1)[:num_experts])
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:
-    """Return a counter for each module of experts, by the number of its layer, which its name
-    tells; else 0, 1, ...
+    """Return a counter for each module of experts, by the layer number in its name, or else by 0,
+    1, ...
 
-    None if layers differ in their number of experts: one table holds all counts.
+    None if layers differ in their number of experts, because one table holds all counts.
     """
     if len({getattr(module, "num_experts", 0) for module in experts.values()}) != 1:
         return {}

@@ -1,8 +1,8 @@
-"""Initial values of the classes of transformers, by their own code.
+"""Initial values of transformers' classes, computed by their own code.
 
 A model is built on meta. Only small tensors that constructors compute are real, so their values are
-known. `Notes` of the calls of `transformers.initialization` say which parameters one plain call
-draws: those get a recipe. Any other parameter is drawn by `Units`: transformers' own
+known. `Notes` records the calls of `transformers.initialization`: a parameter that one plain call
+draws gets an initializer. Any other parameter is drawn by `Units`: transformers' own
 `_init_weights` runs on one repeated layer at a time, on the CPU, and each rank cuts its shard from
 the result. Buffers are small, so they are computed at once.
 """
@@ -25,7 +25,7 @@ from titanlite.materialize import Alias, Compute, Constant, Init, Normal, Recipe
 from titanlite.materialize.execute import exchange, poison_of
 from titanlite.materialize.layout import Region
 
-_MOST_REAL = 1 << 22  # elements of a tensor that a constructor computes; larger ones stay on meta
+_MOST_REAL = 1 << 22  # most elements of a real tensor from a constructor; larger ones stay on meta
 _EMPTY = ("empty", "empty_strided", "empty_permuted")
 _FILLED = ("zeros", "ones", "full", "rand", "randn")
 _RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -38,41 +38,46 @@ _RECIPES: dict[str, Callable[..., Recipe]] = {
 
 
 class Notes(TorchFunctionMode):
-    """Notes on how the parameters of a model on meta are drawn, taken while its constructors and
+    """Record of how the parameters of a model on meta are drawn, while its constructors and
     `_init_weights` run.
 
     Attributes:
-        values: tensors that constructors gave values, by name.
+        values: values that constructors gave to tensors, by name.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[str, torch.Tensor] = {}
-        # by storage: the storage, whose address stays unique so, and the last write
+        # By storage address: the storage (held, so that the address stays unique), and the last
+        # write.
         self._writes: dict[int, tuple[Any, Recipe | None, tuple[int, ...]]] = {}
 
     def recipe_of(self, tensor: torch.Tensor) -> Recipe | None:
-        """Return the recipe that draws `tensor`; None if it takes more than one plain call."""
+        """Return the initializer that draws `tensor`; None if one plain call does not suffice."""
         _, recipe, shape = self._writes.get(_key(tensor), (None, None, ()))
         return recipe if shape == tensor.shape else None
 
     def take_values(self, model: Any) -> None:
-        """Move every tensor of `model` to meta, and keep in `values` what constructors computed."""
+        """Move every tensor of `model` to meta, and store the values that constructors computed in
+        `values`.
+        """
         for name, tensor in named_own(model):
             if not tensor.is_meta:
                 self.values[name] = tensor.data
                 exchange(tensor, tensor.data.to("meta"))
 
     def begin(self, name: str, tensor: torch.Tensor, filling: float) -> torch.Tensor:
-        """Return `tensor` as its constructor leaves it, on the CPU; `filling` where it is empty."""
+        """Return `tensor` as its constructor leaves it, on the CPU; `filling` in elements that are
+        not set.
+        """
         if name in self.values:
             return self.values[name].to(tensor.dtype, copy=True)
         return torch.full(tensor.shape, filling, dtype=tensor.dtype)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Take notes. Models that are built meanwhile have their parameters on meta, not
-        initialized and not tied. The generators of the run are as before at the end.
+        """Record while the context is open. Models that are built inside have their parameters on
+        meta, not initialized and not tied. Random generators are restored at the end.
         """
         from transformers import PreTrainedModel, initialization
 
@@ -88,7 +93,7 @@ class Notes(TorchFunctionMode):
             for name in (*initialization.TORCH_INIT_FUNCTIONS, "copy_"):
                 function = partial(self._initialize, getattr(initialization, name))
                 patch(initialization, name, function)
-            # torch's become those, too
+            # torch's initialization functions become those of transformers
             stack.enter_context(initialization.guard_torch_init_functions())
             stack.enter_context(self)
             yield
@@ -102,7 +107,7 @@ class Notes(TorchFunctionMode):
                 return made
         is_write = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
         if is_write and name != "requires_grad_" and args and isinstance(args[0], torch.Tensor):
-            self._writes.pop(_key(args[0]), None)  # past `transformers.initialization`
+            self._writes.pop(_key(args[0]), None)  # not `transformers.initialization`
         return func(*args, **kwargs)
 
     def _initialize(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +138,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def named_own(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """List parameters and buffers with their names, each once."""
+    """List parameters and buffers with their names, each one once."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
@@ -148,15 +153,16 @@ def find_sources(
     drawn at random, or not written, has no source.
 
     Args:
-        model: a `PreTrainedModel` on meta, not yet sharded: `_init_weights` looks at class names,
-            which sharding changes. Not yet tied either: transformers draws before it ties.
-        notes: taken while it was built.
-        build: builds it once more, with parameters in float32.
+        model: a `PreTrainedModel` on meta, not yet sharded, because `_init_weights` checks class
+            names, which sharding changes. Not yet tied either, because transformers draws before it
+            ties.
+        notes: recorded while it was built.
+        build: builds it again, with parameters in float32.
     """
     buffers = dict(model.named_buffers())
     found: list[dict[str, torch.Tensor]] = []
     failed: set[torch.Tensor] = set()
-    for seed in (0, 1):  # values that depend on chance, or on what was there before, differ
+    for seed in (0, 1):  # random or unwritten values differ between the two runs
         for name, buffer in buffers.items():
             exchange(buffer, notes.begin(name, buffer, filling=seed))
         with notes.active():
@@ -187,13 +193,13 @@ def _give(value: torch.Tensor) -> Callable[[], torch.Tensor]:
     def give() -> torch.Tensor:
         return value
 
-    give.__name__ = "as transformers does"  # for the plan
+    give.__name__ = "as transformers does"  # shown in the plan
     return give
 
 
 def initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
-    """Yield every module once, with `_init_weights` of the nearest model around it, children first
-    as transformers.
+    """Yield every module once, with the `_init_weights` of the nearest model around it; children
+    first, as in transformers.
     """
     from transformers import PreTrainedModel
 
@@ -211,7 +217,7 @@ def initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], 
 
 
 def find_units(model: Any) -> dict[str, str]:
-    """Return the name of the repeated layer around each module and tensor that is in one."""
+    """Return the name of the repeated layer around each module and tensor that is inside one."""
     layers = set(repeated_layers(model))
     return {
         f"{prefix}.{name}" if name else prefix: prefix
@@ -222,42 +228,44 @@ def find_units(model: Any) -> dict[str, str]:
 
 
 class Units:
-    """Draws of one unit of a model at a time: a repeated layer, or all that is outside of them.
+    """Draws one unit of a model at a time: a repeated layer, or everything outside of them.
 
-    A rank that holds a part of a unit draws whole tensors, in float32 on the CPU, but only those of
-    the unit that have no recipe. It holds two units at most: 2.5 GB each for layers of
-    Qwen3-30B-A3B, if their experts had no recipe. The seed and the name of the unit decide, so all
-    ranks have the same bits.
+    A rank that holds a part of a unit draws whole tensors, in float32 on the CPU, but only the
+    unit's tensors without an initializer. It holds at most two units: 2.5 GB each for layers of
+    Qwen3-30B-A3B, if their experts had no initializer. The values depend only on the seed and the
+    name of the unit, so all ranks have the same bits.
     """
 
     def __init__(self, build: Callable[[], tuple[Any, Notes]], unit_of: Mapping[str, str]) -> None:
         self._build = build
         self._unit_of = unit_of
-        self._members: defaultdict[str, list[str]] = defaultdict(list)  # tensors, by unit
-        self._lock = Lock()  # torch's generator is one for all threads
+        self._members: defaultdict[str, list[str]] = defaultdict(list)  # tensors of each unit
+        self._lock = Lock()  # torch's generator is shared by all threads
         self._built: tuple[Any, Notes] | None = None
         self._seed: int | None = None
         self._drawn: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, tensor: str) -> "UnitDraw":
-        """Return the recipe that draws `tensor` with its unit."""
+        """Return the initializer that draws `tensor` with its unit."""
         unit = self._unit_of.get(tensor, "")
         self._members[unit].append(tensor)
         return UnitDraw(units=self, unit=unit, tensor=tensor)
 
     def take(self, unit: str, tensor: str, seed: int) -> torch.Tensor:
-        """Return the whole tensor in float32; poison in elements that the class does not write.
+        """Return the whole tensor in float32, with poison in elements that the class does not
+        write.
 
-        It is handed out once, so that it does not stay in memory; then the unit is drawn again.
+        A tensor is returned once, so that it does not stay in memory; a second call draws the unit
+        again.
         """
         with self._lock, torch.random.fork_rng(devices=[]):
             if self._seed != seed or self._built is None:
-                _seed_by(f"{seed}")  # constructors draw, too
+                _seed_by(f"{seed}")  # constructors draw too
                 self._built = self._build()
                 self._seed = seed
                 self._drawn = {}
             if tensor not in self._drawn.get(unit, ()):
-                # Threads may be between two units.
+                # The latest unit stays, because threads may need two units at the same time.
                 self._drawn = dict([*self._drawn.items()][-1:])
                 _seed_by(f"{seed}:{unit}")
                 self._drawn[unit] = self._draw(unit, *self._built)
@@ -285,13 +293,13 @@ class Units:
 
 
 def _seed_by(key: str) -> None:
-    """Seed the CPU's generator; `torch.manual_seed` would seed the GPUs', too."""
+    """Seed only the CPU's generator; `torch.manual_seed` would seed the GPUs' generators too."""
     digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest, "big"))
 
 
 def _construct(module: Any) -> None:
-    """Draw what the constructor of a module of torch draws."""
+    """Draw the tensors that the constructor of a torch module draws."""
     if type(module).__module__.startswith("torch."):
         for name in ("reset_parameters", "_reset_parameters"):
             getattr(module, name, lambda: None)()

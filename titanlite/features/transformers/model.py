@@ -1,7 +1,7 @@
 """Any model of transformers with the interface of the native decoder.
 
-The class of transformers is described on meta, and its tensors keep their names; this module adds
-the sources of its tensors, packed documents, and the loss.
+The class of transformers is built on meta, and its tensors keep their names; this module adds the
+sources of its tensors, packed documents, and the loss.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
@@ -37,16 +37,17 @@ from titanlite.models.moe import is_routed
 from titanlite.ops import IGNORE_INDEX, linear_cross_entropy, local_tensor
 from titanlite.ops.attention import AttentionBackend
 
-# Names in the package index, where they are others than those of the modules.
+# Names in the package index that differ from the modules' names.
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}
 Around = Generator[tuple[Any, ...], torch.Tensor, torch.Tensor]
-"""What goes on around a forward: yields its arguments, is sent its result, and returns another one.
+"""A generator around a forward: it yields the arguments, receives the result, and returns a new
+result.
 """
 
 
 def hook_around(module: nn.Module, around: Callable[..., Around]) -> None:
-    """Run `around` of the arguments with every forward of `module`, by hooks. A forward that raises
-    closes it.
+    """Run `around` with the arguments of every forward of `module`, by hooks. If a forward raises,
+    the generator is closed.
     """
     running: list[Around] = []
 
@@ -69,38 +70,37 @@ def hook_around(module: nn.Module, around: Callable[..., Around]) -> None:
 
 
 class TransformersModel(Model):
-    """A model of transformers that takes batches and gives losses as `Decoder` does.
+    """A model of transformers that takes batches and returns losses as `Decoder` does.
 
     Attributes:
-        all_conversions: transformers' mapping from the keys of checkpoints to this model, those of
-            old versions too.
-        own_conversions: the same without those of old versions.
-        conversions: what of it was used for loading; None before that. Saving reverts it.
-        is_plain_head: the head is nothing but a matrix product with a weight of V rows.
-            With labels, the loss is then computed without any logits.
-        counters: of the rows that each layer's experts are given; none where they cannot be
+        all_conversions: transformers' mapping from the keys of checkpoints to this model, including
+            keys of old versions.
+        own_conversions: the same without the keys of old versions.
+        conversions: the entries used for loading; None before that. Saving reverts them.
+        is_plain_head: True if the head is only a matmul with a weight of V rows. With labels, the
+            loss is then computed without any logits.
+        counters: counters of the rows that each layer's experts get; empty if they cannot be
             counted.
-        expert_modules: those with fused experts that transformers' experts interface computes, by
+        expert_modules: modules with fused experts that transformers' experts interface computes, by
             name.
-        sources: of all its tensors, by name; adapters are added.
-        state_shapes: global shape of every tensor of a checkpoint, by name, as transformers has
-            them in memory.
+        sources: sources of all its tensors, by name; sources of adapters are added.
+        state_shapes: global shape of every tensor of a checkpoint, by name, in transformers' layout
+            in memory.
     """
 
-    splits_inside_experts = False  # their dims need not divide
+    splits_inside_experts = False  # their dims need not be divisible
     reads_local_tensors = False
 
     def __init__(self, model: Any, config: TransformersConfig, sources: dict[str, Source]) -> None:
         super().__init__()
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        # The name of this attribute is left out of the names of tensors, see
-        # `materialize.plan.clean_name`.
+        # Names of tensors omit this attribute's name, see `materialize.plan.clean_name`.
         self._transformers_model = model
         self.sources = sources
         self.loss_chunk_tokens = 1024
-        # All of these look at class names, which sharding changes, so they are asked now.
-        # no containers: the modules are registered below `model`
+        # All of these check class names, which sharding changes, so they are called now. Not
+        # containers: the modules are registered below `model`.
         self._layers = tuple(probes.repeated_layers(model))
         self.expert_modules = find_experts(model)
         self._counters = build_counters(self.expert_modules)
@@ -120,19 +120,19 @@ class TransformersModel(Model):
             (name for name in packing.CACHE_ARGUMENTS if name in self._arguments), ""
         )
         self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._can_cache: bool | None = None  # not known before `can_cache`
+        self._can_cache: bool | None = None  # unknown before `can_cache`
         packing.register_document_masks()
-        self._facts: probes.Facts | None = None  # not known before the first forward
+        self._facts: probes.Facts | None = None  # unknown before the first forward
         self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
         head = probes.find_head(model)
-        self._head = [head]  # in a list, so that it is no submodule a second time
+        self._head = [head]  # in a list, so that it is not registered a second time
         self.is_plain_head = isinstance(head, nn.Linear) and head.bias is None
         if self.is_plain_head:
             hook_around(head, self._logits_or_loss)
 
     @property
     def head(self) -> Any:
-        """The module that makes the logits; None if the class does not name one."""
+        """The module that computes the logits; None if the class does not name one."""
         return self._head[0]
 
     @property
@@ -152,17 +152,17 @@ class TransformersModel(Model):
         cache: packing.TransformersCache | None = None,
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
-        """Logits (B, S, V), with labels the `LossSums`, with a cache logits (B, V); arguments as
-        those of `Decoder`.
+        """Return logits (B, S, V); with labels the `LossSums`; with a cache logits (B, V). The
+        arguments are those of `Decoder`.
 
-        The first forward with labels or documents looks at how the model works: see `probes`.
+        The first forward with labels or documents finds out how the model works: see `probes`.
 
         Args:
             inputs: further arguments of the model's forward, such as `pixel_values` and
                 `image_grid_thw`.
 
-        Raises ConfigError: rows of several documents for a model that mixes them, or text for one
-        that is not causal.
+        Raises ConfigError: rows of several documents for a model that mixes them, or text for a
+        model that is not causal.
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
@@ -176,7 +176,7 @@ class TransformersModel(Model):
             if document_ids_BS is not None:
                 options["valid_BS"] = document_ids_BS >= 0
                 positions_BS = packing.restarting_positions(document_ids_BS, positions_BS)
-                # padding is not to be the longest run of the row
+                # otherwise padding could be the longest document of the row
                 if self.config.rope_limit is not None:
                     positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
                 if facts.keeps_apart:
@@ -185,8 +185,8 @@ class TransformersModel(Model):
                     packing.check_single_documents(
                         document_ids_BS, self.config.architecture, facts.why_mixed
                     )
-                    # Padding on the right changes nothing before it. Positions are left to the
-                    # class.
+                    # Padding on the right changes nothing before it. The class sets positions
+                    # itself.
                     document_ids_BS = None
                     positions_BS = None if self.config.rope_limit is None else positions_BS
         if labels_BS is None:
@@ -195,7 +195,8 @@ class TransformersModel(Model):
             logits_TV = self.compute_logits(
                 tokens_BS, positions_BS, document_ids_BS, **options
             ).flatten(0, 1)
-            # In float32 as everywhere, and labels as they are: already the next token.
+            # In float32, as everywhere. Labels are not shifted here: each one is already the next
+            # token.
             logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
             labels_T = labels_BS.flatten()
             if isinstance(reduction, str):
@@ -211,7 +212,7 @@ class TransformersModel(Model):
                 loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
             finally:
                 self._labels = None
-        # Cloned: FSDP2 wants no view as a module's result.
+        # Cloned, because FSDP2 does not accept a view as a module's result.
         if reduction != "sum":
             loss = loss.unflatten(0, labels_BS.shape).clone()
         return LossSums(loss, loss.new_zeros(()))
@@ -226,15 +227,15 @@ class TransformersModel(Model):
         with_boundaries: bool = False,
         **inputs: Any,
     ) -> torch.Tensor:
-        """Return what the class's own forward returns as logits; it sees no other document of a
-        row.
+        """Return the logits of the class's own forward, in which a token sees no other document of
+        its row.
 
         Args:
             valid_BS: False for padding, which expert counters leave out.
-            with_boundaries: also tell the class where documents begin, in one row (1, B * S) as its
-                kernels want it.
+            with_boundaries: also pass the starts of documents to the class, in one row (1, B * S),
+                as its kernels require.
 
-        Raises ConfigError: the class says that it does not take these inputs.
+        Raises ConfigError: the class reports that it does not take these inputs.
         """
         shape = tokens_BS.shape
         if with_boundaries and document_ids_BS is not None:
@@ -251,7 +252,7 @@ class TransformersModel(Model):
         try:
             with packing.inside_documents(document_ids_BS):
                 found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
-        # what the class says itself, or misses; torch's errors are others
+        # errors of the class about its inputs; errors of torch have other types
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
@@ -260,24 +261,24 @@ class TransformersModel(Model):
                 "it takes them, or use another one."
             ) from error
         found = found.logits
-        # or it is a loss
+        # or the result is a loss
         return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found
 
     def document_options(self) -> list[bool]:
-        """Return, for each way in which the class may keep documents apart, whether boundaries are
+        """Return, for each way in which the class may separate documents, whether boundaries are
         passed.
         """
         return [False, True] if self._takes_more else [False]
 
     def find_facts(self, device: torch.device) -> probes.Facts:
-        """Ask the probes, once. Collectives: those of a few forwards; every rank must call.
+        """Run the probes, once. Collectives of a few forwards; every rank must call.
 
         Raises ConfigError: as `check_facts`. The same on all ranks.
         """
         if self._facts is None:
             tokens = probes.plain_tokens(self._transformers_model.config, probes.PROBE_TOKENS)
             tokens_1S = torch.tensor([tokens], device=device)
-            # through `self`: FSDP gathers parameters outside of layers there
+            # Through `self`, because FSDP gathers parameters outside of layers there.
             with forward_only(self):
                 self(tokens_1S, None, None, torch.zeros_like(tokens_1S))
         assert self._facts is not None
@@ -288,7 +289,7 @@ class TransformersModel(Model):
         inputs = cache.inputs(tokens, self._cache_argument)
         if not self._takes_positions:
             del inputs["position_ids"]
-        if "logits_to_keep" in self._arguments:  # of a long prompt only the last one is wanted
+        if "logits_to_keep" in self._arguments:  # only the last logits of a long prompt are needed
             inputs["logits_to_keep"] = 1
         return self._transformers_model(**inputs).logits[:, -1]
 
@@ -298,12 +299,12 @@ class TransformersModel(Model):
         return packing.TransformersCache(self._transformers_model.config, lengths, device)
 
     def can_cache(self, device: torch.device) -> bool:
-        """Return True if the model computes the same with its keys and values kept, also for rows
-        of two lengths.
+        """Return True if the model computes the same with cached keys and values, even for rows of
+        two lengths.
 
         Raises ConfigError: as `find_facts`.
 
-        Collectives: those of a few forwards, on the first call; every rank must call.
+        Collectives of a few forwards, on the first call; every rank must call.
         """
         self.find_facts(device)
         if not self._cache_argument or self._transformers_model._is_stateful:
@@ -313,7 +314,7 @@ class TransformersModel(Model):
         return self._can_cache
 
     def _logits_or_loss(self, hidden_BSD: torch.Tensor) -> Around:
-        """Make of the head's result the loss, if there are labels: the head then projects no
+        """Turn the head's result into the loss, if there are labels; the head then projects no
         token.
         """
         if self._labels is None:
@@ -339,8 +340,8 @@ class TransformersModel(Model):
         return list(self._counters)
 
     def moe_layers(self) -> dict[int, TransformersMoE]:
-        """Return the layers whose router has a bias that balances, by number; none where rows are
-        not counted.
+        """Return the layers whose router has a bias for balancing, by number; empty if rows are not
+        counted.
         """
         pairs = zip(self._counters, self._routers, strict=False)
         return {number: TransformersMoE(router) for number, router in pairs if router is not None}
@@ -350,8 +351,8 @@ class TransformersModel(Model):
         return [module for module in self.expert_modules.values() if module in inside]
 
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Embedding and head, for FSDP units of their own; those that share a parameter belong into
-        the root's.
+        """Return embedding and head, which get their own FSDP units. A module that shares a
+        parameter belongs to the root's unit.
         """
         model = self._transformers_model
         holders = probes.count_holders(model)
@@ -366,12 +367,12 @@ class TransformersModel(Model):
                 return []
             return [module] if list(module.parameters()) else []
 
-        # A head with a bias returns a view, which FSDP warns of: an operation in place on it would
-        # lose FSDP's hook.
+        # A head with a bias returns a view, about which FSDP warns: an in-place operation on it
+        # would lose FSDP's hook.
         return alone(probes.find_embedding(model)), alone(self.head) if self.is_plain_head else []
 
     def core_flops(self, seq_len: int) -> list[int]:
-        """Return those of attention, causal-halved, whatever the layers have."""
+        """Return the FLOPs of attention, causal-halved, regardless of the layers' kind."""
         return [2 * self.config.attention_width * seq_len] * self.config.num_layers
 
     def embedding_and_head(self) -> tuple[nn.Module | None, nn.Module | None]:

@@ -1,8 +1,8 @@
-"""Rows as classes of transformers take them: of several documents, and with a cache.
+"""Rows in the form that transformers' classes take: with several documents, and with a cache.
 
-Most of transformers' models make their masks from positions that restart; some (gpt-oss, Qwen2.5-VL
-in 5.23) do not look at them and would let packed documents see each other. All of them build masks
-through the functions that are registered per attention implementation, so the condition is put in
+Most of transformers' models make their masks from positions that restart. Some (gpt-oss, Qwen2.5-VL
+in 5.23) ignore positions and would let packed documents see each other. All of them build masks
+through the functions that are registered per attention implementation, so the condition is added
 there.
 """
 
@@ -24,8 +24,8 @@ _documents: ContextVar[torch.Tensor | None] = ContextVar("documents", default=No
 
 @contextmanager
 def inside_documents(document_ids_BS: torch.Tensor | None) -> Iterator[None]:
-    """Restrict masks of text to each token's own document while the context is open; None changes
-    nothing.
+    """Restrict masks of text to each token's own document while the context is open; with None
+    nothing changes.
     """
     token = _documents.set(document_ids_BS)
     try:
@@ -72,8 +72,8 @@ def _with_documents(make: Callable[..., Any]) -> Callable[..., Any]:
 def restarting_positions(
     document_ids_BS: torch.Tensor, positions_BS: torch.Tensor | None
 ) -> torch.Tensor:
-    """Positions (B, S) int64 that restart in every document and, whatever was given, in every run
-    of padding (-1).
+    """Return positions (B, S) int64 that restart in every document and, whatever was given, in
+    every run of padding (-1).
     """
     index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
     starts_BS = torch.ones_like(document_ids_BS, dtype=torch.bool)
@@ -87,8 +87,8 @@ def restarting_positions(
 
 
 def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return document ids (1, B * S) of all rows in one, and the boundaries that kernels for such
-    rows take.
+    """Return document ids (1, B * S) of all rows, joined into one row, and the boundaries of
+    documents that kernels take with joined rows.
 
     Each run of padding counts as a document. Synchronization point: the number of documents.
     """
@@ -106,9 +106,10 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 
 
 def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:
-    """Refuse rows where a document follows another one or padding, for a class that mixes them.
+    """Refuse rows in which a document follows another document or padding, for a class that mixes
+    them.
 
-    Raises ConfigError: there is one. Synchronization point.
+    Raises ConfigError: there is such a row. Synchronization point.
     """
     if bool(
         ((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()
@@ -120,16 +121,16 @@ def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -
         )
 
 
-# of a class's forward; the second one before transformers 5.24
+# names of the argument in a class's forward; the second one before transformers 5.24
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 class TransformersCache:
-    """Keys and values of a batch of prompts: transformers' own cache, which appends as many tokens
-    to every row.
+    """Keys and values of a batch of prompts: transformers' own cache, which appends the same number
+    of tokens to every row.
 
-    So prompts are right-aligned, after padding that a mask hides; each row's positions count its
-    own tokens.
+    So prompts are right-aligned, after padding that a mask hides; each row's positions count only
+    its own tokens.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], device: torch.device) -> None:
@@ -140,8 +141,8 @@ class TransformersCache:
         self._mask_BS: torch.Tensor | None = None
 
     def inputs(self, tokens: torch.Tensor, cache_argument: str) -> dict[str, Any]:
-        """Return a forward's inputs: for prompts (B, S) padded on the right, then for new tokens
-        and padding (1, B).
+        """Return a forward's inputs: for prompts (B, S) padded on the right, or for new tokens and
+        padding (1, B).
         """
         count = len(self._lengths_B)
         if self._mask_BS is None:

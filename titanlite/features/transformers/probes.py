@@ -2,7 +2,7 @@
 fixed tokens.
 
 Each probe has a control: the same rows, compared where the answer is known to be yes. A forward
-that raises answers no, and the log has the exception.
+that raises counts as a no, and the log has the exception.
 
 Shapes: S sequence; 2 rows in a batch.
 """
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from titanlite.features.transformers.model import TransformersModel
 
 PROBE_TOKENS = 6
-# How modules of transformers say that a package has a kernel for a function of theirs: package,
+# How transformers' modules declare that a package has a kernel for one of their functions: package,
 # function.
 _FAST_PATH = re.compile(r'_with_fallback\(\s*"\w+",\s*"(\w+)"[^)]*\)\s*(?:@[^\n]*\n\s*)*def (\w+)')
-_LEAK = 0.05  # of what a document changes in the next one where nothing separates them
+_LEAK = 0.05  # of the change in the next document if nothing separates them
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Answers of the probes.
+    """Results of the probes.
 
     Attributes:
-        has_plain_head: the logits are what the head's module returns: nothing scales, caps, masks
-            or casts them.
-        is_causal: another last token does not change earlier logits.
-        keeps_apart: tokens give the same logits alone and after another document in a row.
-        takes_boundaries: it does so only if it is told where documents begin
+        has_plain_head: True if the logits are the unchanged result of the head's module, not
+            scaled, capped, masked or cast.
+        is_causal: True if a different last token does not change earlier logits.
+        keeps_apart: True if tokens have the same logits alone and after another document in a row.
+        takes_boundaries: True if that requires passing the starts of documents
             (`packing.boundaries`).
         failure: exception of a forward on text alone, as text; empty if there is none.
-        why_mixed: difference or exception for which it does not keep documents apart.
+        why_mixed: difference or exception because of which `keeps_apart` is False.
     """
 
     has_plain_head: bool = False
@@ -59,11 +59,11 @@ class Facts:
     why_mixed: str = ""
 
 
-@torch.inference_mode(False)  # where tensors have no versions
+@torch.inference_mode(False)  # in inference mode tensors have no versions
 def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
-    """Probe how `model` computes, in evaluation mode.
+    """Find out how `model` computes, in evaluation mode.
 
-    Collectives: those of two to five forwards, the same on all ranks, which have the same tokens.
+    Collectives of two to five forwards, the same on all ranks, which have the same tokens.
     """
     size = PROBE_TOKENS
     tokens = plain_tokens(model.transformers_model.config, 3 * size)
@@ -83,32 +83,33 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
             reasons.append(describe_error(error))
             return None
 
-    returned: list[tuple[Any, int | None]] = []  # by the head, with the version then
+    returned: list[tuple[Any, int | None]] = []  # results of the head, with their versions
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         returned.append((output, getattr(output, "_version", None)))
 
     with (
-        forward_only(model, reshard=False),  # inside a forward of the whole model
+        forward_only(model, reshard=False),  # inside of a forward of the whole model
         nullcontext() if model.head is None else model.head.register_forward_hook(note),
     ):
         alone = run(alone_2S)
         of_alone = list(returned)
-        mixed = run(both_2S)  # the control: how much a document changes what comes after it
+        mixed = run(both_2S)  # the control: how much a document changes later logits
         if alone is None or mixed is None or not alone.isfinite().all():
             return Facts(failure=reasons[0] if reasons else "its logits on 6 tokens are not finite")
         if alone.shape[:2] != alone_2S.shape:
             return Facts(
                 failure=f"it has logits {list(alone.shape)} for {list(alone_2S.shape)} tokens"
             )
-        # Of another version are logits that were changed in place: Chameleon masks some.
+        # A different version means logits that were changed in place: Chameleon masks some.
         is_plain = [(id(output), version) for output, version in of_alone] == [
             (id(alone), alone._version)
         ]
         effect = (mixed[0, size:] - mixed[1, size:]).float().norm()
         expected = alone[0].float()
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
-        # Experts get other numbers of rows, and kernels other shapes, so the last bits may differ.
+        # Experts get different numbers of rows, and kernels different shapes, so the last bits may
+        # differ.
         bound = (1e-4 if is_float32(alone, model.head) else 0.05) * expected.norm()
         positions_2S = restarting_positions(ids_2S, None)
         for with_boundaries in model.document_options():
@@ -133,11 +134,11 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
 
 
 def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str] = ()) -> None:
-    """Refuse a model that cannot be trained, or continue text; `inputs` are further arguments of
-    its forward.
+    """Refuse a model that cannot be trained, or cannot continue text; `inputs` are further
+    arguments of its forward.
 
-    Raises ConfigError: its forward raises on text alone, if it gets no more, or it is not causal,
-    if it is not told where to be (`token_type_ids` of PaliGemma).
+    Raises ConfigError: its forward raises on text alone, if it gets no further inputs; or it is not
+    causal, unless an input makes it so (`token_type_ids` of PaliGemma).
     """
     name = model.config.architecture
     if facts.failure and not inputs:
@@ -155,10 +156,10 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
 
 
 def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.device) -> list[str]:
-    """Return the problems of rows of several documents for a model that mixes them. The same on all
+    """Return the problem of rows with several documents, if the model mixes them. The same on all
     ranks.
 
-    Collectives: those of a few forwards; every rank must call. Raises ConfigError: the model cannot
+    Collectives of a few forwards; every rank must call. Raises ConfigError: the model cannot
     be trained on text at all. The same on all ranks.
     """
     from titanlite.features.transformers.model import TransformersModel
@@ -185,11 +186,11 @@ def check_documents_per_row(job: JobConfig, model: nn.Module, device: torch.devi
 
 @torch.no_grad()
 def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool:
-    """Compare logits of two rows of other lengths with and without a cache; a class that raises
-    answers no.
+    """Compare the logits of two rows of different lengths with and without a cache; a class that
+    raises counts as a no.
 
-    Models with a state instead of keys, or ones that take padding for text, differ. Collectives:
-    those of its forwards.
+    Models with a state instead of keys, or that treat padding as text, differ. Collectives of its
+    forwards.
     """
     tokens = plain_tokens(model.transformers_model.config, 2 * PROBE_TOKENS + 1)
     rows = [tokens[:PROBE_TOKENS], tokens[PROBE_TOKENS:]]  # each with the token that comes next
@@ -215,25 +216,25 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
 
 
 def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:
-    """Return True if the logits were computed in float32, as far as they and the head's weight
-    tell.
+    """Return True if the logits were computed in float32, judged by their dtype and that of the
+    head's weight.
     """
     weight = getattr(head, "weight", logits)
     return logits.dtype == weight.dtype == torch.float32
 
 
 def plain_tokens(config: Any, count: int) -> list[int]:
-    """Token ids without a meaning of their own, such as that of a place for an image."""
+    """Return ids of tokens without a special meaning, such as a placeholder for an image."""
     values = {**vars(config), **vars(config.get_text_config())}
     special = {
         value
         for name, value in values.items()
         if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
     }
-    # of some classes only a part has one
+    # in some classes only a part of the configuration has it
     size = getattr(config.get_text_config(), "vocab_size", None) or 1
     plain = sorted({*range(size)} - special) or [0]
-    # others, if there are so many
+    # different ones, if there are enough
     return [plain[(2 * i + 1) * len(plain) // (2 * count)] for i in range(count)]
 
 
@@ -251,15 +252,15 @@ def find_head(model: Any) -> Any:
 
 
 def find_missing_kernels(model: Any) -> list[str]:
-    """Return the packages that transformers would take kernels from for layers of `model`, and has
-    not found.
+    """Return the packages that transformers would use for kernels of layers of `model`, but has not
+    found.
     """
     missing = set[str]()
     for cls in {type(module) for module in model.modules()}:
         if not cls.__module__.startswith("torch."):
             functions = _FAST_PATH.findall(_source_of(sys.modules[cls.__module__]))
             text = _source_of(cls) if functions else ""
-            # What transformers imports without an error stays in `sys.modules`.
+            # Modules that transformers has imported without an error are in `sys.modules`.
             used = {package for package, name in functions if re.search(rf"\b{name}\b", text)}
             missing |= used - sys.modules.keys()
     return sorted(missing)
@@ -268,7 +269,7 @@ def find_missing_kernels(model: Any) -> list[str]:
 def _source_of(thing: Any) -> str:
     try:
         return inspect.getsource(thing)
-    except (OSError, TypeError):  # made while the program runs
+    except (OSError, TypeError):  # a class created at run time
         return ""
 
 
@@ -281,9 +282,9 @@ def find_embedding(model: Any) -> nn.Module | None:
 
 
 def repeated_layers(model: Any) -> list[nn.Module]:
-    """Return the modules of the classes that transformers says must not be split, outermost only.
+    """Return the modules of the classes that transformers marks as not to be split, outermost only.
 
-    One that shares a parameter with a module outside (BERT's embeddings) is not among them: FSDP
+    A module that shares a parameter with a module outside (BERT's embeddings) is left out: FSDP
     would split the two.
     """
     found: list[nn.Module] = []
