@@ -27,7 +27,7 @@ from titanlite.features.estimate.proposals import Chosen, Plan, Planned, propose
 from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check
 
-# Option -> field of Hardware, its unit, help.
+# Option -> (field of Hardware, unit, help).
 _FIGURES = {
     "flops": ("flops", 1e12, "TFLOP/s of the GPU in bfloat16"),
     "memory-gbps": ("memory_bytes_s", 1e9, "Gbyte/s of the GPU's memory"),
@@ -45,7 +45,7 @@ _FIGURES = {
     "memory-gib": ("memory_bytes", 2**30, "memory of the GPU"),
     "reserved-gib": ("reserved_bytes", 2**30, "of it, what is not for training (default: 3)"),
 }
-# Settings of a run that has no file, and of `--objective` in any.
+# Settings of a run without a file, and of `--objective` in any run.
 _OBJECTIVES = {
     "sft": ("--data.dataset=examples",),
     "pretrain": ("--data.dataset=text", "--training.objective=next_token"),
@@ -58,16 +58,16 @@ _SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"} 
 
 @dataclass(frozen=True)
 class Request:
-    """Arguments, understood."""
+    """The parsed arguments."""
 
     known: argparse.Namespace
     hardware: Hardware
     job: JobConfig
-    weights: str  # name of the model whose weights a run begins with; "" for random ones
-    sizes: str  # where its sizes come from, in words
+    weights: str  # name of the model that training begins with; "" for random weights
+    sizes: str  # describes the origin of its sizes
 
     def check(self) -> Checked:
-        """Check the configuration; raises ConfigError."""
+        """Check the configuration. Raises ConfigError: it is wrong."""
         checked = check(self.job, self.known.world_size, weights=False)
         if self.weights:
             return checked
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     level = logger.level
-    logger.setLevel(logging.ERROR)  # without the log lines of a run
+    logger.setLevel(logging.ERROR)  # hides the log lines of a run
     plan = partial(plan_run, given)
     try:
         request = read_request(given)
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_count(text: str) -> float:
-    """Parse a number of tokens: 2e9, 2B, 500 M. ConfigError: it is none."""
+    """Parse a number of tokens: 2e9, 2B, 500 M. Raises ConfigError: the text is not a number."""
     match = re.fullmatch(r"([\d.,]+(?:e\+?\d+)?)\s*([kmbt]?)", text.strip().lower())
     if match is None:
         raise ConfigError(f"--tokens={text}: not a number. Write --tokens=2e9, or --tokens=2B.")
@@ -132,7 +132,7 @@ def read_count(text: str) -> float:
 
 
 def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
-    """Parse 8xh100, 8 H100, h100x8, RTX 4090 or 8, which are of the kind `gpu`."""
+    """Parse 8xh100, 8 H100, h100x8, RTX 4090, or 8, which means GPUs of the kind `gpu`."""
     wanted = text.strip().lower()
     if match := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", wanted):
         return int(match[1]), match[2]
@@ -142,10 +142,10 @@ def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
 
 
 def read_request(argv: Sequence[str]) -> Request:
-    """Parse the arguments, without checking them against one another.
+    """Parse the arguments, without checking them against each other.
 
     Raises:
-        ConfigError: one of them is wrong.
+        ConfigError: an argument is wrong.
     """
     known, rest = _parser().parse_known_args(argv)
     if known.gpus is not None:
@@ -185,8 +185,8 @@ def read_request(argv: Sequence[str]) -> Request:
 
 
 def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
-    """Return `job` for a machine without the weights, and the origins of weights and sizes, in
-    words.
+    """Return `job` for a machine without the weights, and descriptions of the origins of weights
+    and sizes.
     """
     model, checkpoint = job.model, job.checkpoint
     weights = checkpoint.initial_load_path
@@ -214,8 +214,8 @@ def _hardware(known: argparse.Namespace) -> Hardware:
 
 
 def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
-    """Plan the command line `argv` with `more` arguments; what they leave open is chosen as a run
-    does.
+    """Plan the command line `argv` with the arguments `more`. Settings that they leave open are
+    chosen as in a run.
     """
     request = read_request([*argv, *more])
     checked, known, hardware = request.check(), request.known, request.hardware
@@ -227,7 +227,9 @@ def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
 
 
 def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
-    """Choose what `checked` leaves open, and what would be if it left all open."""
+    """Choose the settings that `checked` leaves open, and the settings as if it left all of them
+    open.
+    """
     given = Choice({})
     if not isinstance(checked.model_config, ModelConfig):
         return Chosen(given, given)
@@ -244,7 +246,7 @@ def _plan(request: Request, plan: Plan) -> int:
     known = request.known
     base = plan(())
     checked, stages, wanted = base.checked, base.stages, known.proposals
-    if wanted is None:  # others take as long for one plan as for all proposals together
+    if wanted is None:  # for other models, one plan takes as long as all proposals for these
         is_native = isinstance(checked.model_config, ModelConfig)
         wanted = is_native and base.estimate.trace.traced_layers < _MANY_LAYERS
     print(render.render_verdict(base, request.weights, request.sizes, known.tokens), flush=True)

@@ -1,8 +1,8 @@
-"""Figures of a plan: memory by purpose, whether it fits, and how long a step takes.
+"""Figures of a plan: memory by purpose, whether it fits, and the time of a step.
 
-No time was measured. At best is a bound: products at the data sheet's peak, links at their rate,
-all at the same time. Expected takes the shares of these rates in `RATES`, measured on an H200 or
-assumed.
+Times are not measured. The best time is a bound: matmuls at the data sheet's peak, interconnects at
+their rated speed, all at the same time. The expected time uses the fractions of these rates in
+`RATES`, which were measured on an H200 or are assumed.
 """
 
 from collections import defaultdict
@@ -24,21 +24,21 @@ from titanlite.features.estimate.trace import Moment, StepTrace, stage_layers, t
 from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
 from titanlite.preflight import Checked
 
-# Axes whose collectives layers wait for; those of the others run next to other layers.
+# Axes whose collectives block layers; the collectives of other axes overlap with other layers.
 _WAITED_FOR = ("ep", "tp", "cp")
 _SYNCS, _HOST = "host synchronizations", "waiting for launches"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at the fullest moment of a step."""
+    """A rank's bytes at the step's peak of memory."""
 
-    weights: int  # held all the time, as the next two; with the padding of uneven shards
+    weights: int  # held all the time, as the next two; includes the padding of uneven shards
     optimizer: int
     buffers: int
-    working: dict[str, int]  # the rest by category (`tracker.CATEGORIES`), gradients among them
-    on_host: int  # of all these, what training.enable_cpu_offload keeps on the host
-    where: str  # the fullest moment, in words
+    working: dict[str, int]  # other memory by category (`tracker.CATEGORIES`), including gradients
+    on_host: int  # part of all these that training.enable_cpu_offload keeps on the host
+    where: str  # describes the moment of the peak
 
     @property
     def total(self) -> int:
@@ -54,7 +54,7 @@ class Part:
 
     work: Work
     exposed_s: float  # expected seconds in which nothing else runs
-    hidden_s: float = 0.0  # those next to other parts
+    hidden_s: float = 0.0  # expected seconds that overlap with other parts
 
     def __add__(self, other: "Part") -> "Part":
         return Part(
@@ -66,17 +66,17 @@ class Part:
 class StepTime:
     """Seconds of an optimizer step."""
 
-    # `tracker.PARTS`, collectives of each axis, and what the host makes the device wait for
+    # `tracker.PARTS`, collectives of each axis, and waits of the device for the host
     parts: dict[str, Part]
     compute_s: float  # FLOPs at the GPU's peak
-    intra_node_s: float  # bytes on the links inside nodes, at their rate
+    intra_node_s: float  # bytes over interconnects inside nodes, at their rated speed
     inter_node_s: float
-    waiting: float = 0.0  # the share of a step that a pipeline stage waits for others
+    waiting: float = 0.0  # the bubble: fraction of a step in which a stage waits
 
     @property
     def best_s(self) -> float:
-        """The longest of products, links inside nodes and links between them, at their peak
-        rates.
+        """The longest of matmuls, interconnects inside nodes and interconnects between nodes, at
+        their peak rates.
         """
         return max(self.compute_s, self.intra_node_s, self.inter_node_s) / (1 - self.waiting)
 
@@ -95,11 +95,11 @@ class Estimate:
     memory: Memory
     time: StepTime
     trace: StepTrace
-    tokens: int  # of an optimizer step, all ranks
+    tokens: int  # tokens of an optimizer step, on all ranks
 
     @property
     def room(self) -> int:
-        """Bytes of the GPU that are left; negative if the step does not fit."""
+        """Free bytes of the GPU; negative if the step does not fit."""
         return self.hardware.usable_bytes - self.memory.total
 
     @property
@@ -131,7 +131,7 @@ def plan_step(
 def plan_stages(
     checked: Checked, hardware: Hardware, *, rank: int = 0, every_layer: bool = False
 ) -> dict[int, Estimate]:
-    """Figures of the pipeline stage of `rank`, first, and of one of each kind of the others, by
+    """Return the figures of the pipeline stage of `rank`, then of one stage of each other kind, by
     stage.
     """
     degrees = checked.degrees
@@ -144,8 +144,8 @@ def plan_stages(
 
 
 def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]:
-    """Select stages to trace: the first and the last of all (embedding, output head), and of
-    consecutive stages with equal layers the first, which has the most micro-batches in flight.
+    """Select the stages to trace: the first and the last of all (embedding, output head), and the
+    first of consecutive stages with equal layers, which has the most micro-batches in flight.
     """
     if not isinstance(model_config, ModelConfig):
         return [0]
@@ -162,14 +162,14 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
 
 
 def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
-    """Merge stages into a run, which is as full as the fullest and as slow as the slowest."""
+    """Merge stages into a run with the memory of the fullest stage and the time of the slowest."""
     fullest = max(stages.values(), key=lambda found: found.memory.total)
     slowest = max(stages.values(), key=lambda found: (found.time.expected_s, found.time.best_s))
     return replace(slowest, memory=fullest.memory)
 
 
 def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
-    """Find the fullest moment of `trace`; with `offload`, weights, gradients and optimizer states
+    """Find the peak of memory in `trace`; with `offload`, weights, gradients and optimizer states
     are on the host.
     """
 
@@ -199,7 +199,9 @@ def _describe_moment(moment: Moment, trace: StepTrace) -> str:
 
 
 def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
-    """Global ranks of the group along `axis` that `rank` is in; the layout of `ParallelDims`."""
+    """Return the global ranks of the group along `axis` that contains `rank`, in the layout of
+    `ParallelDims`.
+    """
     d = degrees
     inner = d.stage_size // d.dp_replicate
     sizes_and_strides = {
@@ -222,9 +224,9 @@ def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
 def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int = 0) -> StepTime:
     """Estimate the seconds of a step on `hardware`.
 
-    Kernels run one after the other; so do the collectives that layers wait for. The others overlap
-    with kernels of the same forward or backward, and are exposed where they take longer. Host
-    launches overlap with the device.
+    Kernels, and the collectives that block layers, run one after another. The other collectives
+    overlap with kernels of the same forward or backward, and count only as far as they take longer.
+    Host launches overlap with the device.
     """
     parts: dict[str, Part] = {}
     compute = intra = inter = 0.0
@@ -274,8 +276,8 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
 
 
 def kernel_s(kind: Kind, work: Work, hardware: Hardware) -> float:
-    """Return the expected seconds of kernels: of a product for its FLOPs or its bytes, whichever
-    take longer.
+    """Return the expected seconds of kernels: of a matmul by its FLOPs or its bytes, whichever take
+    longer.
     """
     call = kind.call
     if not call.flops:

@@ -1,4 +1,4 @@
-"""Operators as a plan counts them: products, bytes to memory and between ranks, memory inside of
+"""The cost of operators in a plan: matmuls, bytes to memory and between ranks, memory inside of
 CUDA kernels.
 """
 
@@ -25,13 +25,13 @@ _c10d, _functional = torch.ops.c10d, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Work:
-    """Work of calls."""
+    """The work of one or several calls."""
 
-    # multiplications and additions of matrix products, as kernels do them: causal ones half
+    # multiplications and additions of matmuls, as kernels do them: half of them for causal ones
     flops: int = 0
-    nbytes: int = 0  # read from and written to memory; of collectives, the bytes of their tensors
+    nbytes: int = 0  # read from and written to memory; for collectives, the bytes of their tensors
     launches: int = 0  # kernels
-    syncs: int = 0  # how often the host waits for the device
+    syncs: int = 0  # number of times that the host waits for the device
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*map(add, vars(self).values(), vars(other).values()))
@@ -41,11 +41,11 @@ class Work:
 
 
 class Call(NamedTuple):
-    """All that the time of one call depends on."""
+    """The facts on which the time of one call depends."""
 
     rate: str  # key of `hardware.RATES`
-    # Of a product, which takes as long as the slower of the two; the time of other calls follows
-    # from all their bytes.
+    # Set for matmuls, which take the longer of both times. The time of other calls follows from all
+    # their bytes.
     flops: int = 0
     nbytes: int = 0
 
@@ -54,7 +54,9 @@ _WIDE_EXPERTS = 1024
 
 
 def _grouped(packet: Any, args: tuple[Any, ...]) -> str:
-    """Return the rate of a product of experts, by the smaller dim of each of their matrices."""
+    """Return the key of the rate for an experts' matmul, which depends on the smaller dim of each
+    expert's matrix.
+    """
     first, second = (tensor.shape for tensor in args[:2])
     if packet is _own.gather_swiglu:
         narrow = min(second[2], second[1] // 2)
@@ -96,15 +98,16 @@ ATTENTION_OPS = {
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one call by name; defaults are left out."""
+    """Return the arguments of one call by name, without defaults."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _attention_flops(given: dict[str, Any], is_backward: bool) -> int:
-    """Two products over all pairs in forward, five in backward. Each query head has its keys, each
-    document is as long as the longest may be; causal kernels skip blocks above the diagonal, and
-    those with a window what is before it.
+    """Return the FLOPs of attention: two matmuls over all pairs in forward, five in backward.
+
+    Each query head counts with its own keys, and each document with the maximal length. Causal
+    kernels skip blocks above the diagonal; kernels with a window also skip the keys before it.
     """
     query, key, value = (given[name] for name in ("query", "key", "value"))
     longest = given["max_q"] if query.dim() == 3 else key.shape[2]
@@ -127,7 +130,7 @@ def count_flops(
     if func in ATTENTION_OPS:
         given = _arguments(func, args, kwargs)
         return ATTENTION_OPS[func], _attention_flops(given, "backward" in func.name())
-    # The first of these may be wider than the factors.
+    # The first argument may be broadcast, and is not multiplied.
     factors = args[1:3] if packet in (_aten.addmm, _aten.addmm_) else args
     if packet in (_aten.addmm, _aten.addmm_):
         flops = 2 * factors[0].shape[0] * factors[0].shape[1] * factors[1].shape[1]
@@ -140,7 +143,7 @@ def count_flops(
     return _grouped(packet, args) if packet in GROUPED_OPS else "dense", flops
 
 
-# Those that read as much as they write, whatever the size of what they read from.
+# Operators that read as much as they write, whatever the size of their source.
 _PICKING = {
     _aten.embedding.default,
     _aten.index_select.default,
@@ -154,9 +157,9 @@ _OVERWRITING = {
     _aten.zero_.default,
 }
 _OVERWRITING |= {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default}
-# As fast with two-byte numbers as with others.
+# Operators that are as fast for two-byte dtypes as for others.
 _MOVING = (_OVERWRITING | _PICKING) - {torch.ops.fsdp.chunk_cat.default} | {_own.gather_sum.default}
-# fused: close to the memory's rate
+# fused kernels: close to the memory's rate
 _MOVING |= {_own.add_norm.default, _own.add_norm_backward.default}
 _MOVING |= {_own.gated_norm.default, _own.gated_norm_backward.default}
 _MOVING |= {_own.rotate_heads.default, _own.rotate_heads_backward.default}
@@ -175,19 +178,21 @@ _WITHOUT_KERNEL = {
 
 @cache
 def _written(func: Any) -> dict[str, bool]:
-    """Return the arguments that `func` writes; True if it overwrites them without reading."""
+    """Return the names of the arguments that `func` writes, with True for those that it does not
+    read before.
+    """
     names = [a.name for a in func._schema.arguments if getattr(a.alias_info, "is_write", False)]
     overwrites = func in _OVERWRITING
     return {name: overwrites or name in ("out", "grad_input") for name in names}
 
 
-# Kernels of operators that launch several. One over many tensors counts as one.
+# Numbers of kernels, for operators that launch several. A kernel over many tensors counts as one.
 _KERNELS = {
-    "titanlite::gather_swiglu_backward": 2,  # and its sum over columns
-    "titanlite::grouped_mm_wgrad": 2,  # and a copy of rows
+    "titanlite::gather_swiglu_backward": 2,  # the second sums over columns
+    "titanlite::grouped_mm_wgrad": 2,  # the second copies rows
     "titanlite::grouped_mm_wgrad_into": 2,
     "titanlite::planned_rms_norm_backward": 2,
-    "titanlite::add_norm_backward": 2,  # and the sum of the weight's parts, as of the next ones
+    "titanlite::add_norm_backward": 2,  # the second sums the weight's parts
     "titanlite::gated_norm_backward": 2,
     "titanlite::delta_inputs_backward": 2,
     "titanlite::rotate_heads_backward": 4,
@@ -200,10 +205,10 @@ _KERNELS = {
 def measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
 ) -> tuple[Call, Work] | None:
-    """Return the work of one call; None if there is none. Views launch nothing; a collective
-    (`moves`) takes its time on links.
+    """Return the work of one call, or None. Views launch no kernel; a collective (`moves`) takes
+    its time on interconnects.
 
-    `inside` are the bytes that the kernel holds while it runs, which it writes and reads.
+    `inside` is the number of bytes that the kernel holds while it runs; it writes and reads them.
     """
     without_time = moves or func.namespace in ("c10d", "_c10d_functional", "profiler", "prim")
     if without_time or getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
@@ -225,7 +230,7 @@ def measure(
         )
         nbytes -= sum(changed[name] for name, is_overwritten in written.items() if is_overwritten)
         if func is _aten._fused_adamw_.default:
-            nbytes -= changed["grads"]  # it writes gradients only to unscale them
+            nbytes -= changed["grads"]  # gradients are written only to unscale them
     nbytes += 2 * inside
     launches = _KERNELS.get(func.name(), 1)
     if flops:
@@ -246,7 +251,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _held(tensor: torch.Tensor) -> int:
-    # an expanded one has more elements than memory
+    # an expanded tensor has more elements than memory
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -260,14 +265,15 @@ class Moved(NamedTuple):
 
     kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send"
     group: str  # name of the process group
-    # what is gathered, scattered or reduced as a whole; of an all-to-all what this rank sends
+    # the whole tensor that is gathered, scattered or reduced; for an all-to-all, the part that this
+    # rank sends
     tensor: torch.Tensor
 
 
 BESIDE = "overlapped "
-"""Prefix of a collective's kind that kernels run next to, whatever its axis."""
+"""Prefix of the kind of a collective that overlaps with kernels, whatever its axis is."""
 
-# Operator -> (kind, place of the group among the arguments, place of the tensor or -1 for the
+# Operator -> (kind, index of the argument with the group, index of the tensor or -1 for the
 # result).
 _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _c10d._allgather_base_.default: ("all_gather", 2, 0),
@@ -275,7 +281,7 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _c10d.allreduce_.default: ("all_reduce", 1, 0),
     _c10d.broadcast_.default: ("broadcast", 1, 0),
     _c10d.send.default: ("send", 1, 0),
-    _c10d.alltoall_base_.default: (f"{BESIDE}all_to_all", 2, 1),  # of `start_all_to_all`
+    _c10d.alltoall_base_.default: (f"{BESIDE}all_to_all", 2, 1),  # in `start_all_to_all`
     _functional.all_gather_into_tensor.default: ("all_gather", 2, -1),
     _functional.reduce_scatter_tensor.default: ("reduce_scatter", 3, 0),
     _functional.all_reduce.default: ("all_reduce", 2, 0),
@@ -288,16 +294,15 @@ _COLLECTIVES: dict[Any, tuple[str, int, int]] = {
     _own.gather_parts.default: ("all_gather", 2, -1),
     _own.all_to_all.default: ("all_to_all", 3, 0),
 }
-# sent by others
+# the bytes are counted on the sender
 _WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}
 
 
 def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
-    """Bytes that one call of an operator moves between ranks; mostly nothing.
+    """Return the bytes that one call of an operator moves between ranks; empty for most operators.
 
     Raises:
-        NotImplementedError: a collective that is not in the table, which would be left out in
-            silence.
+        NotImplementedError: the collective is not in the table, and would be silently left out.
     """
     if func in _COLLECTIVES:
         kind, group, place = _COLLECTIVES[func]
@@ -319,28 +324,28 @@ def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
 
 
 def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that CUDA's kernel of `func` holds only while it runs, in addition to its arguments and
-    its result.
+    """Return the bytes that CUDA's kernel of `func` holds only while it runs, in addition to its
+    arguments and its result.
     """
     count = _INSIDE.get(func)
     return 0 if count is None else count(args, out)
 
 
 def _pieces(args: tuple[Any, ...], out: Any) -> int:
-    """Count the bytes of the copy in order of the ranks, made before a gather into, or a scatter
-    from, a later dim.
+    """Count the bytes of the reordered copy that a gather into, or a scatter from, a later dim
+    makes.
     """
     whole = max(args[0].nbytes, out.nbytes)
-    # Along the first dim that has more than one element the orders are the same.
+    # Along the first dim with more than one element, both orders are the same.
     return 0 if math.prod(args[0].shape[: args[1]]) == 1 else whole
 
 
 def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
-    """Count the bytes of q's gradient and row sums in float32, and of shared heads' gradients for
-    each query head.
+    """Count the bytes of q's gradient and row sums in float32, and of the gradients of shared heads
+    for each query head.
     """
     _, q, k, *_ = args
-    if q.dim() == 3:  # tokens of all documents, heads, width
+    if q.dim() == 3:  # (tokens of all documents, heads, width)
         q, k = (x.transpose(0, 1).unsqueeze(0) for x in (q, k))
     batch, heads, queries, width = q.shape
     rounded = -(-queries // 128) * 128
@@ -349,7 +354,7 @@ def _flash_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
-    """Row sums, and float32 sums of gradients where heads are wider than 64."""
+    """Count the bytes of row sums and, for heads wider than 64, of float32 sums of gradients."""
     _, q, k, *_ = args
     batch, heads, queries, width = q.shape
     sums = batch * heads * (queries + 2 * k.shape[2]) * width * 4 if width > 64 else 0
@@ -357,8 +362,8 @@ def _efficient_backward_inside(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _copied_rows(args: tuple[Any, ...], out: Any) -> int:
-    """Count the bytes of operands whose rows are copied, as Hopper does."""
-    gathered = zip(args[:2], args[5:], strict=False)  # rows may be left out
+    """Count the bytes of operands whose rows are copied, as on Hopper."""
+    gathered = zip(args[:2], args[5:], strict=False)  # rows are optional
     return sum(
         rows.numel() * t.shape[1] * t.element_size() for t, rows in gathered if rows is not None
     )

@@ -1,8 +1,8 @@
-"""Settings that make a run fit or faster, and a sweep of degrees: each is planned by itself, as the
-command line would.
+"""Settings that make a run fit or faster, and a sweep of degrees. Each candidate is planned
+separately, as the command line would do it.
 
-A candidate is a list of arguments of `python -m titanlite plan`. Its figures are those that the
-command shows with it.
+A candidate is a list of arguments of `python -m titanlite plan`; its figures are those that the
+command prints with them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,20 +22,18 @@ from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
 
 MODES = ("none", "selective", "full")
-_WORTH = 1.02  # times as fast, or as small: less is not proposed
+_WORTH = 1.02  # smallest factor in speed or memory that is worth a proposal
 _SHORTEST_PIECE = 4096
-"""Tokens of a sequence that a rank keeps at least in combinations with cp: it is for sequences that
-are long.
-"""
+"""Fewest tokens of a sequence on a rank in combinations with cp, which is for long sequences."""
 _PARALLELISM = "--parallelism."
 _THE_REST = f"{_PARALLELISM}data_parallel_shard_degree=-1"
 
 
 class Chosen(NamedTuple):
-    """Choices in closed form."""
+    """Choices of the closed form."""
 
-    choice: Choice  # of what is not written
-    best: Choice  # of all that may be chosen
+    choice: Choice  # for the open settings
+    best: Choice  # for all settings that may be chosen
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Planned:
 
     arguments: tuple[str, ...]
     checked: Checked
-    estimate: Estimate  # of the run: of its fullest and of its slowest stage
+    estimate: Estimate  # figures of the run: memory of its fullest and time of its slowest stage
     stages: Mapping[int, Estimate]  # pipeline stages that were traced
     chosen: Chosen
 
@@ -58,11 +56,13 @@ class Planned:
 
     @property
     def merit(self) -> tuple[bool, float]:
-        """What fits is better than what does not; then the faster, or the smaller."""
+        """Sort key: plans that fit are better than others; then the faster or, if they do not fit,
+        the smaller.
+        """
         return self.fits, self.rate if self.fits else -float(self.estimate.memory.total)
 
     def is_better_than(self, other: "Planned") -> bool:
-        """By more than 2 %."""
+        """Return True if this plan is better than `other` by more than 2 %."""
         if self.fits != other.fits:
             return self.fits
         if self.fits:
@@ -70,16 +70,17 @@ class Planned:
         return self.estimate.memory.total * _WORTH < other.estimate.memory.total
 
 
-# Plan the run with more arguments. Raises a TitanliteError if it is not legal.
+# Plans the run with more arguments. Raises a TitanliteError if they are not legal.
 Plan = Callable[[Sequence[str]], Planned]
 _Arguments = tuple[str, ...]
 
 
 def propose(base: Planned, plan: Plan) -> Iterator[Planned]:
-    """Yield those that fit, and are faster by more than 2 % if `base` fits, as they are found.
+    """Yield plans that fit, as they are found; if `base` fits, only plans that are more than 2 %
+    faster.
 
-    The choice of all settings comes first if it differs. Each setting is tried by itself, then the
-    two that help most are tried together.
+    The choice of all settings comes first if it differs. Each setting is tried separately, then the
+    two best ones together.
     """
     helpful = list[Planned]()
     for one in _try_all(plan, _candidates(base)):
@@ -98,8 +99,8 @@ _merit = attrgetter("merit")
 
 
 def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
-    """Yield those that are legal; one that fails for another reason is named, and costs nothing but
-    itself.
+    """Yield the legal plans. A candidate that fails for another reason is reported, and only this
+    candidate is lost.
     """
     for arguments in candidates:
         try:
@@ -113,15 +114,15 @@ def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
 
 
 def _join(arguments: _Arguments, more: _Arguments) -> _Arguments:
-    """Join both; the later value of an option wins."""
+    """Join both; if an option occurs twice, the later value counts."""
     return tuple(
         {argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values()
     )
 
 
 def _candidates(base: Planned) -> Iterator[_Arguments]:
-    """Yield settings that train the same: all that may be chosen, then single ones; where nothing
-    fits, adapters, too.
+    """Yield settings that do not change the training: all that may be chosen, then single ones. If
+    nothing fits, adapters too.
     """
     job, degrees = base.checked.job, base.estimate.degrees
     best = base.chosen.best
@@ -160,7 +161,9 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
 
 
 def _adapters(job: JobConfig) -> Iterator[_Arguments]:
-    """Yield adapters, then in fewer bits, then of attention alone."""
+    """Yield settings for adapters, then for adapters of a quantized model, then of its attention
+    only.
+    """
     rank = () if job.lora.rank else ("--lora.rank=16",)
     if rank:
         yield rank
@@ -176,11 +179,12 @@ def sweep(
 ) -> tuple[list[Planned], int]:
     """Try all legal degrees.
 
-    Replicas are one or the number of nodes; cp is that of `job`, or leaves a rank 4096 tokens of a
-    sequence or more; pipeline stages are those of `job`.
+    dp_replicate is 1 or the number of nodes. cp is that of `job`, or leaves at least 4096 tokens of
+    a sequence to a rank. The number of pipeline stages is that of `job`.
 
     Returns:
-        Those that fit first, the fastest of them first; and how many were not legal.
+        The plans, those that fit first and among them the fastest first; and how many were not
+            legal.
 
     Raises:
         ConfigError: no combination is legal; the message has the first reason.
@@ -221,8 +225,8 @@ def sweep(
 
 
 def _combinations(ranks: int, replicas: set[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; all ep that divide what
-    they fold over.
+    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; ep takes all divisors of
+    the ranks that it may use.
     """
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for replicate, cp, tp in product(sorted(replicas.intersection(divisors)), divisors, divisors):

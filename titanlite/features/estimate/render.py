@@ -8,7 +8,7 @@ from titanlite.features.estimate.proposals import Planned
 from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, TEMPORARIES, UNITS
 
 _MOST_SWEPT = 15
-_WORTH = 1.05  # times as fast: less is not named as the best
+_WORTH = 1.05  # smallest speedup for which the best choice is named
 _ROW = "{:<10}  {:<16}  {:<6}  {}"
 _EXPLAINED = {
     GRADIENTS: "sharded, as many as are there at that moment",
@@ -24,8 +24,8 @@ def render_verdict(
     sizes: str,
     tokens: float | None,
 ) -> str:
-    """Render whether it fits, what bounds it, how fast it is, how long it takes, what was chosen,
-    and what is best.
+    """Render whether the run fits, its bound, speed and duration, the chosen settings, and the best
+    ones.
     """
     estimate, job = base.estimate, base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
@@ -61,7 +61,9 @@ def render_verdict(
 
 
 def _choices(base: Planned, tokens: float) -> Iterator[str]:
-    """Yield a line with what was chosen, and one with what would be if nothing were written."""
+    """Yield a line with the chosen settings, and one with the best settings if all were left
+    open.
+    """
     given, best = base.chosen
     if given.values:
         yield f"chosen    {given}"
@@ -72,7 +74,7 @@ def _choices(base: Planned, tokens: float) -> Iterator[str]:
 
 
 def render_proposals(base: Planned, proposals: Iterable[Planned] | None) -> Iterator[str]:
-    """Yield the lines of proposals, each when it is found."""
+    """Yield the lines of proposals, each as soon as it is found."""
     estimate = base.estimate
     if proposals is None:
         yield "to change: not looked at, which would take minutes here; --proposals does"
@@ -139,7 +141,7 @@ def _hours(hours: float) -> str:
 
 
 def render_memory(estimate: Estimate, rank: int) -> str:
-    """Render what `rank` holds at the fullest moment of a step, against the GPU's memory."""
+    """Render the memory of `rank` at the step's peak, against the GPU's memory."""
     memory, hardware, padding = estimate.memory, estimate.hardware, estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
     host = " on the host" if memory.on_host else ""
@@ -163,7 +165,7 @@ def render_memory(estimate: Estimate, rank: int) -> str:
 
 
 def render_stages(stages: Mapping[int, Estimate]) -> str:
-    """Memory and time of pipeline stages; a step takes as long as the slowest."""
+    """Render memory and time of the pipeline stages; a step takes as long as the slowest."""
     rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "expected")]
     for stage, estimate in sorted(stages.items()):
         degrees, trace = estimate.degrees, estimate.trace
@@ -187,7 +189,7 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
 
 
 def render_parts(estimate: Estimate) -> str:
-    """Render the time of an average micro-batch of this rank by parts, with its share of
+    """Render the parts of the time of an average micro-batch of this rank, with its share of
     once-per-step work.
     """
     time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12

@@ -1,9 +1,8 @@
 """A trainer without memory: titanlite's own model, optimizer and step on fake tensors of a fake
 rank.
 
-Parameters are described and sharded by the functions of a real run, FSDP2's hooks run, and
-`TrainStep` is the trainer's. Only the tensors have no data, and the process group has no other
-ranks.
+Parameters are built and sharded by the functions of a real run, FSDP2's hooks run, and `TrainStep`
+is the trainer's. Only the data of tensors and the other ranks are missing.
 """
 
 import math
@@ -58,26 +57,26 @@ class StandInTrainer(TrainStep):
     ) -> None:
         dims = ParallelDims.build(degrees, "cpu")
         run = Run(job, model_config, dims, torch.device(device_type))
-        # Also takes the meshes that a step needs out of `dims`: without data a mesh cannot look its
-        # ranks up.
+        # This also creates the meshes in `dims` that a step needs: without data, a mesh cannot look
+        # up its ranks.
         model = build_on_meta(run)
         self.plan = build_plan(model)
         with FakeTensorMode() as self.fake:
             _allocate(self.plan, model)
             super().__init__(
-                # where fake tensors are; FSDP2 needs no streams there
+                # the device of fake tensors, for which FSDP2 needs no streams
                 replace(run, device=torch.device("cpu")),
                 model,
                 build_optimizer(job, model, dims),
                 _build_objective(job, model.config.vocab_size),
             )
-            self.unreached = []  # nothing is trained, and values cannot be read
+            self.unreached = []  # not searched: no values can be read
             with FixedScalars():
                 self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
-        """Make states as a first step does; DTensor's temporaries of global size are no memory of a
-        run.
+        """Create optimizer states as a first step does, without DTensor's temporaries of global
+        size, which a run does not hold.
         """
         for param in filterfalse(is_elsewhere, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
@@ -98,7 +97,7 @@ class StandInTrainer(TrainStep):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def make_batches(self, count: int, *, documents: bool = True) -> list[Batch]:
-        """Make `count` micro-batches of the configured size, without content; one document a row
+        """Make `count` micro-batches of the configured size, without content; one document per row
         unless `documents`.
         """
         training = self.job.training
@@ -116,8 +115,8 @@ class StandInTrainer(TrainStep):
 
 @contextmanager
 def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[None]:
-    """Give tensors made inside no data: operators compute sizes only, and kernels are chosen as on
-    `device_type`.
+    """Create tensors without data while the context is open: operators compute only sizes, and
+    kernels are chosen as on `device_type`.
     """
     with ExitStack() as stack:
         stand_ins: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
@@ -126,7 +125,7 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
             stand_ins["attention_mask"] = partial(_mask, trainer.job.training)
         stack.enter_context(plan_for_device(device_type, stand_ins))
         if device_type == "cuda":
-            # Composed of many operators on the CPU, and one kernel on CUDA.
+            # Both consist of many operators on the CPU, and are one kernel on CUDA.
             attend, norm = (
                 partial(_attention, F.scaled_dot_product_attention),
                 partial(_rms_norm, F.rms_norm),
@@ -139,13 +138,13 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
 
 @contextmanager
 def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
-    """Tell `recorder` where segments of a step begin, while `trainer` runs one; real trainers work
-    too.
+    """Report the segments of a step to `recorder`, while `trainer` runs one step; works for real
+    trainers too.
     """
     model, enter = trainer.model, trainer.enter
     layers = model.decoder_layers()
-    sharded = dict.fromkeys(model.parameters())  # FSDP2 puts others in their place: gathered ones
-    turns = {"forward": -1, "backward": -1}  # the latest micro-batch of each
+    sharded = dict.fromkeys(model.parameters())  # FSDP2 replaces them by gathered parameters
+    turns = {"forward": -1, "backward": -1}  # index of the latest micro-batch in each phase
     handles = []
 
     def begin(micro_batch: int, phase: str, layer: int = -1) -> None:
@@ -194,8 +193,8 @@ def _allocate(plan: Plan, model: Model) -> None:
         if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue
-        # Without a DTensor around it, a fake tensor cannot take another one's place: modules get
-        # another object.
+        # A fake tensor without a DTensor around it cannot be swapped in place, so modules get a new
+        # object.
         if entry.info.kind == "parameter":
             local = nn.Parameter(local, requires_grad=entry.tensor.requires_grad)
             vars(local).update(vars(entry.tensor))
@@ -203,7 +202,7 @@ def _allocate(plan: Plan, model: Model) -> None:
             owner, _, leaf = name.rpartition(".")
             try:
                 module = model.get_submodule(owner)
-            # those of a transformers model lie below an attribute that names leave out
+            # The modules of a transformers model are below an attribute that names omit.
             except AttributeError:
                 module = model.get_submodule(f"_transformers_model.{owner}")
             held: dict[str, Any] = (
@@ -213,9 +212,7 @@ def _allocate(plan: Plan, model: Model) -> None:
 
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:
-    """Return the run's objective; references of preference pairs that are cached cost nothing in a
-    step.
-    """
+    """Return the run's objective; cached references of preference pairs cost nothing in a step."""
     objective = build_objective(job, vocab_size)
     if isinstance(objective, DPO) and not isinstance(objective.reference, AdaptersOff):
         objective.reference = _NoReference()
@@ -231,7 +228,7 @@ class _NoReference(AdaptersOff):
 def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace functions of `torch.nn.functional` by name.
 
-    A `TorchFunctionMode` would be off inside `backward`, where layers are recomputed.
+    A `TorchFunctionMode` would not apply inside `backward`, where layers are recomputed.
     """
     composed = {name: getattr(F, name) for name in functions}
     try:
@@ -246,8 +243,8 @@ def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
 def _grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any
 ) -> torch.Tensor:
-    """Call titanlite's grouped GEMM for transformers' experts: without data torch's takes two-byte
-    floats alone.
+    """Call titanlite's grouped GEMM for transformers' experts: without data, torch's accepts only
+    two-byte floats.
     """
     return grouped_gemm(x, weight, offs)
 
@@ -255,8 +252,8 @@ def _grouped_mm(
 def _even_splits(
     shape: torch.Size, num_experts: int, num_ranks: int
 ) -> tuple[list[int], list[int], int]:
-    """Give every rank the average number of copies and rows of `shape` (T, k), whatever the router
-    chose.
+    """Return splits in which every rank gets the average number of copies and rows of `shape` (T,
+    k), whatever the router chose.
     """
     tokens, top_k = shape
     elsewhere = math.comb(num_experts - num_experts // num_ranks, top_k) / math.comb(
@@ -269,8 +266,8 @@ def _even_splits(
 def _mask(
     training: TrainingSection, backend: AttentionBackend, window: int
 ) -> AttentionMask | None:
-    """Return a mask that needs no document ids, which have no data: of one document per row; none
-    for `sdpa`.
+    """Return a mask that needs no document ids, which have no data: of one document per row, or
+    None for `sdpa`.
     """
     if backend == "sdpa":
         return None
@@ -289,10 +286,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call the kernel that CUDA takes for two-byte floats: flash without a mask, memory-efficient
-    with one.
-
-    The latter also where values are of another width than queries and keys.
+    """Call the kernel that CUDA chooses for two-byte floats: flash without a mask, memory-efficient
+    with a mask, or if values differ in width from queries and keys.
     """
     aten = torch.ops.aten
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -305,8 +300,8 @@ def _attention(
             0
         ]
     if q.shape[1] != k.shape[1]:
-        # With a mask no fused kernel takes grouped heads: the composed one keeps all scores, and is
-        # traced as such.
+        # With a mask no fused kernel accepts grouped heads: the composed one stores all scores, and
+        # is traced as such.
         return composed(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -316,7 +311,7 @@ def _attention(
             attn_mask.logical_not(), float("-inf")
         )
     if bias.shape[-1] % 16:
-        # rows at aligned addresses
+        # aligns the addresses of rows
         bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]
     bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(
@@ -338,7 +333,7 @@ def _rms_norm(
 
 @torch.library.custom_op("titanlite::planned_rms_norm", mutates_args=())
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what CUDA's kernel does, which torch does not have on the CPU: the result, and one
+    """Return the results of CUDA's kernel, which torch does not have on the CPU: the norm, and one
     float32 per row.
     """
     return torch.empty_like(x), x.new_empty(x.shape[: x.dim() - weight.dim()], dtype=torch.float32)
@@ -348,7 +343,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 def _norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, statistics: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the weight, of two kernels."""
+    """Return the gradients of x and of the weight, as two kernels would."""
     return torch.empty_like(x), torch.empty_like(weight)
 
 

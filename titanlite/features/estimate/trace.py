@@ -1,10 +1,10 @@
 """One training step, traced on a fake rank: live bytes of each segment, collectives, FLOPs.
 
-Layers repeat: some first ones, then periods of p layers of the same kinds, in most models p = 1.
-So few are traced and the rest is extrapolated: with n and with n + p of them, every quantity
-differs by the share of one more period. This holds for each moment, counted from the first or the
-last layer; between those, memory is linear, so its peak is at an end.
-`trace_step(..., every_layer=True)` traces all of them; the results are equal.
+Layers repeat: after some first layers come periods of p layers of the same kinds; in most models p
+= 1. So few layers are traced, and the rest is extrapolated: between a trace of n layers and one of
+n + p, every quantity differs by the amount of one period. This holds for each moment, counted from
+the first or the last layer; between those, memory is linear, so its peak is at an end.
+`trace_step(..., every_layer=True)` traces all layers; the results are equal.
 """
 
 import re
@@ -33,12 +33,12 @@ from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Model
 
 _FEWEST = 3  # layers that repeat: the first and the last two
-# where gradients add up over micro-batches outside of FSDP, the last but one is the fullest
+# if gradients are summed over micro-batches outside of FSDP, the peak is at the last layer but one
 _FEWEST_WITH_SUMS = 4
 
 
 def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
-    """Micro-batches of a data-parallel rank in an optimizer step; at most so many where that
+    """Return the micro-batches of a data-parallel rank in an optimizer step; the most, if it
     depends on the data.
     """
     sequences = job.training.local_batch_size or 1
@@ -46,33 +46,35 @@ def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
 
 
 class Moment(NamedTuple):
-    """A stretch of a step (`Segment`), its layer counted from the first or from the last one."""
+    """A segment of a step (`Segment`), with its layer counted from the first or from the last
+    one.
+    """
 
     micro_batch: int
     phase: str
-    layer: int | None  # from the last one if negative; None outside of layers
+    layer: int | None  # negative: counted from the last one; None outside of layers
     turn: int
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Cost of one optimizer step on this rank."""
+    """The cost of one optimizer step on this rank."""
 
-    # live bytes by category (`tracker.CATEGORIES`) when each stretch is fullest
+    # live bytes by category (`tracker.CATEGORIES`) at each segment's peak
     peaks: dict[Moment, dict[str, int]]
-    # Work of one of each traced micro-batch, and of the once-per-step part, recomputation included;
-    # the group of a collective is its axis of the mesh, or "stage" (all ranks of a pipeline stage),
-    # or "world".
+    # Work of each traced micro-batch, and of the once-per-step part, including recomputation. The
+    # group of a collective is its mesh axis, or "stage" (all ranks of a pipeline stage), or
+    # "world".
     work: dict[Kind, Work]
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
-    model_flops_per_token: int  # as MFU counts them: causal attention, no recomputation
-    weights: int  # bytes that are there all the time, as the next three
+    model_flops_per_token: int  # as in MFU: causal attention, no recomputation
+    weights: int  # bytes held all the time, as the next three
     optimizer: int
     buffers: int
-    padding: int  # that FSDP2 adds to shards of uneven size
+    padding: int  # bytes that FSDP2 adds to shards of uneven size
     micro_batches: int  # per step
-    traced_layers: int  # layers that were really traced
-    layers: range  # numbers of this rank's
+    traced_layers: int  # number of layers that were really traced
+    layers: range  # numbers of this rank's layers
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
         for kind, work in self.work.items():
@@ -80,12 +82,12 @@ class StepTrace:
 
     @property
     def total(self) -> Work:
-        """Of kernels, in the whole step."""
+        """Work of the kernels in the whole step."""
         return sum((work for kind, work in self.step_work() if not kind.group), Work())
 
 
 def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
-    """Add `times` the difference between `more`, which has one period of layers more, and
+    """Add `times` the difference between `more`, which has one more period of layers, and
     `base`.
     """
 
@@ -93,7 +95,7 @@ def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
         return first + (second + first * -1) * times
 
     none = Work()
-    # of one layer more, a call on all layers' tensors at once has another size
+    # with one more layer, a call on all layers' tensors at once has a different size
     work = {
         kind: grow(base.work.get(kind, none), more.work.get(kind, none))
         for kind in {**base.work, **more.work}
@@ -101,7 +103,7 @@ def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
     peaks = {
         moment: {name: grow(nbytes, more.peaks[moment][name]) for name, nbytes in peak.items()}
         for moment, peak in base.peaks.items()
-        # A moment that only one of the traces has lies between moments that both have.
+        # A moment in only one of the traces lies between moments that are in both.
         if moment in more.peaks
     }
     names = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
@@ -123,12 +125,12 @@ def trace_step(
 ) -> StepTrace:
     """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
 
-    Rows are packed with several documents as the trainer's data is, which takes a mask, unless
-    `documents` is False. Makes and destroys a process group of fake ranks; there must be none.
-    Nothing is read, sent or computed.
+    Rows are packed with several documents, as in training, which needs a mask, unless `documents`
+    is False. Creates and destroys a process group of fake ranks; none may exist. Nothing is read,
+    sent or computed.
 
     Raises:
-        ConfigError: patterns that name nothing, or transformers cannot build the model.
+        ConfigError: a pattern names nothing, or transformers cannot build the model.
     """
     options = (rank, device_type, documents)
     repetition = None if every_layer else find_repetition(job, model_config, degrees, rank)
@@ -147,17 +149,17 @@ def trace_step(
 class Repetition(NamedTuple):
     """How the layers of a pipeline stage repeat."""
 
-    fewest: int  # layers that are traced first; they end as all layers do
+    fewest: int  # number of layers to trace; the last of them are like the model's last layers
     period: int
-    split: int  # layers up to here are counted from the first one
+    split: int  # layers up to this number are counted from the first one
 
 
 def find_repetition(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int
 ) -> Repetition | None:
-    """Find how few layers stand for all of the stage of `rank`; None: all are to be traced."""
+    """Find how few layers represent all layers of the stage of `rank`; None: trace all."""
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
-    # Which rank owns which of Muon's matrices does not repeat from layer to layer.
+    # The owners of Muon's matrices do not repeat from layer to layer.
     if job.optimizer.name == "Muon" or any(re.search(r"\.[\d\[]", names) for names in named):
         return None
     stage = degrees.stage_of(rank)
@@ -187,7 +189,7 @@ def find_repetition(
 def _list_kinds(
     job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
 ) -> list[Any]:
-    """Return a value for each layer of a pipeline stage; those of equal layers are equal."""
+    """Return a value for each layer of a pipeline stage, the same for equal layers."""
     section, turns = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         turns = int(section.selective_ac_option)
@@ -196,7 +198,7 @@ def _list_kinds(
     else:
         model: Any = build_unsharded(job, model_config, "cuda")
         layers, config = model.decoder_layers(), model.transformers_model.config.get_text_config()
-        if len(layers) != model_config.num_layers:  # a vision tower's are among them
+        if len(layers) != model_config.num_layers:  # includes a vision tower's layers
             return [*range(len(layers))]
         types = getattr(config, "layer_types", None) or [""] * len(layers)
         kinds = [*zip(map(_describe_layer, layers), types, strict=True)]
@@ -204,7 +206,9 @@ def _list_kinds(
 
 
 def _describe_layer(layer: nn.Module) -> list[Any]:
-    """Return all that a layer of transformers does not share with others, except its number."""
+    """Return everything in which a layer of transformers may differ from others, except its
+    number.
+    """
     found: list[Any] = []
     for name, module in layer.named_modules():
         options = {
@@ -219,7 +223,7 @@ def _describe_layer(layer: nn.Module) -> list[Any]:
 
 
 def stage_layers(model_config: ModelConfig, degrees: Degrees, stage: int) -> tuple[Layer, ...]:
-    """Return what the layers of a pipeline stage of the native decoder are made of."""
+    """Return the composition of each layer in a pipeline stage of the native decoder."""
     numbers = degrees.stage_layers(model_config.num_layers, stage)
     return layers_of(model_config)[numbers.start : numbers.stop]
 
@@ -227,8 +231,8 @@ def stage_layers(model_config: ModelConfig, degrees: Degrees, stage: int) -> tup
 def _with_layers(
     model_config: AnyModelConfig, degrees: Degrees, stage: int, count: int
 ) -> tuple[AnyModelConfig, Degrees]:
-    """Return model and degrees with only the first `count` layers of one pipeline stage, the others
-    as they are.
+    """Return model and degrees with only the first `count` layers of one pipeline stage; other
+    stages are unchanged.
     """
     if not isinstance(model_config, ModelConfig):
         return cut_layers(model_config, count), degrees
@@ -253,10 +257,10 @@ def _trace(
     device_type: DeviceType,
     documents: bool,
 ) -> StepTrace:
-    """Trace a step with every layer of `model_config`; moments count layers up to `split` from the
-    first, others from the last.
+    """Trace a step with every layer of `model_config`. Moments count layers up to `split` from the
+    first one, later layers from the last one.
     """
-    # traced uncompiled; compiled code keeps no more
+    # traced uncompiled; compiled code stores no more
     job = replace(job, compile=replace(job.compile, enable=False))
     job = replace(job, training=replace(job.training, enable_cpu_offload=False))
     repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
@@ -281,7 +285,7 @@ def _trace(
 
 
 def _weight_copies(model: Model) -> Iterator[torch.Tensor]:
-    """Make the copies of the weights, and let the step refresh them."""
+    """Create the copies of the weights, and make the step refresh them."""
     for param in model.parameters():
         copies = getattr(param, "copies", None)
         if copies is not None:
@@ -292,11 +296,11 @@ def _weight_copies(model: Model) -> Iterator[torch.Tensor]:
 
 
 def _repeats(micro_batches: int, job: JobConfig, degrees: Degrees) -> tuple[int, ...]:
-    """Return how often a step does the work of each micro-batch that is traced.
+    """Return how often a step does the work of each traced micro-batch.
 
-    Traced are the first micro-batch, one of the following, and the last if it reduces gradients
-    that others do not (`prepare_backward`). A pipeline stage accumulates activations of as many
-    micro-batches as there are stages.
+    The traced ones are the first micro-batch, one of the following, and the last if it reduces
+    gradients that others do not (`prepare_backward`). A pipeline stage accumulates the activations
+    of one micro-batch per stage.
     """
     last_differs = degrees.dp_replicate > 1 or job.parallelism.fsdp_once_per_step
     traced = min(micro_batches, degrees.pp + 1 + last_differs)
@@ -310,9 +314,7 @@ def _summarize(
     split: int | None,
     repeats: tuple[int, ...],
 ) -> StepTrace:
-    """Return the figures of a recorded step; each of its micro-batches stands for `repeats`
-    many.
-    """
+    """Return the figures of a recorded step, in which each micro-batch occurs `repeats` times."""
     assert dist.group.WORLD is not None
     world = dist.group.WORLD.group_name
     axes = axis_names(trainer.dims) | {"": ""}
@@ -352,8 +354,8 @@ def _moment(segment: Segment, split: int, num_layers: int) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Name of the process group -> mesh axis, "cp" or "stage"; an axis with all ranks may have the
-    group of them.
+    """Return the mesh axis, "cp" or "stage" for each process group's name; an axis over all ranks
+    may share their group.
     """
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}

@@ -1,9 +1,9 @@
 """A training step, operation by operation: live bytes, and work by part of the step.
 
-`StepRecorder` watches every operator that reaches local tensors. torch's `MemTracker` follows their
-storages by weak references, so that memory is counted when it is really given back: views share,
-in-place results add nothing, and what autograd or FSDP2 keeps stays alive. Both work alike on real
-tensors and on fake ones, which have sizes but no data.
+`StepRecorder` sees every operator on local tensors. torch's `MemTracker` follows their storages by
+weak references, so memory counts as free when it is really freed: views share it, in-place results
+add nothing, and tensors saved by autograd or FSDP2 stay. It works the same on real tensors and on
+fake ones, which have sizes but no data.
 """
 
 import gc
@@ -30,9 +30,9 @@ from titanlite.features.estimate.operators import (
 )
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
-# Private to torch, and the same in 2.11, 2.13 and 2.15. Its subclass for FSDP2 is no use here: it
-# hooks each module of a unit, such as norm and head, which FSDP2 hooks as one, and accumulating
-# over replicas then fails.
+# Private to torch, and the same in 2.11, 2.13 and 2.15. torch's subclass for FSDP2 does not work
+# here: it hooks each module of a unit, such as norm and head, which FSDP2 hooks as one, and
+# accumulating over replicas then fails.
 _PRIVATE = (
     "_register_global_optimizer_hook",
     "_update_and_maybe_create_winfos",
@@ -43,9 +43,9 @@ GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP u
 PERSISTENT = "persistent"
 _REFERENCES = {
     GRADIENTS: _MemRefType.GRAD,
-    ACTIVATIONS: _MemRefType.ACT,  # made by a forward
+    ACTIVATIONS: _MemRefType.ACT,  # allocated by a forward
     UNITS: _MemRefType.OTH,
-    TEMPORARIES: _MemRefType.TEMP,  # made by a backward
+    TEMPORARIES: _MemRefType.TEMP,  # allocated by a backward
     PERSISTENT: _MemRefType.PARAM,
 }
 CATEGORIES = (GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES)
@@ -54,22 +54,22 @@ _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torc
 
 
 class Segment(NamedTuple):
-    """A stretch of a step."""
+    """A segment of a step."""
 
-    micro_batch: int  # -1 for what happens once per step
+    micro_batch: int  # -1 for once-per-step work
     phase: str  # "forward", "head", "backward" or "optimizer"
     layer: int  # index of the decoder layer, or -1 outside of layers
-    # how often the same stretch came before in this micro-batch: a second forward for a reference
-    # model
+    # number of earlier segments like this one in the micro-batch: 1 in a second forward, of a
+    # reference model
     turn: int = 0
 
 
 class Kind(NamedTuple):
-    """Calls that are counted together."""
+    """Key of calls that are counted together."""
 
     micro_batch: int  # as in `Segment`
     phase: str
-    part: str  # one of `PARTS`; of a collective "", and `call.rate` is its kind
+    part: str  # one of `PARTS`; for a collective "", with its kind in `call.rate`
     group: str  # name of a collective's process group, or ""
     call: Call
 
@@ -98,7 +98,7 @@ Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 
 
 class _NoModules(nullcontext[None]):
-    """In place of a watch of all modules by hooks, which are not needed here."""
+    """Empty replacement of MemTracker's hooks on all modules, which are not needed here."""
 
     @property
     def is_bw(self) -> bool:
@@ -109,18 +109,17 @@ class _NoModules(nullcontext[None]):
 
 
 class StepRecorder(MemTracker):
-    """Recording of one training step. Enter it around the step; call `begin` where a stretch of it
-    begins.
+    """Recording of one training step. Enter it around the step, and call `begin` at the beginning
+    of each segment.
 
     Args:
-        persistent: tensors that exist before and after: weights, optimizer states, buffers, the
-            batch. Not counted.
+        persistent: tensors that exist before and after the step: weights, optimizer states,
+            buffers, the batch. Not counted.
         workspace: (operator, arguments, result) -> bytes that its kernel holds only while it runs.
 
     Attributes:
-        work: by kind of call.
-        peaks: live bytes by category at the fullest moment of each stretch, without persistent
-            tensors.
+        work: work by kind of call.
+        peaks: live bytes by category at the peak of each segment, without persistent tensors.
     """
 
     def __init__(
@@ -134,19 +133,20 @@ class StepRecorder(MemTracker):
                 f"{' and no '.join(missing)}. Use torch 2.11 to 2.15."
             )
         self._mod_tracker: Any = _NoModules()
-        # True while DTensor finds out a layout, in fake tensors of global size that no kernel makes
+        # True while DTensor determines a layout, with fake tensors of global size that no kernel
+        # allocates
         self._finds_layout = False
         self.work: dict[Kind, Work] = {}
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
         self._segment, self._most = Segment(-1, "optimizer", -1), -1
         self._begun = Counter([self._segment[:3]])
-        # by address; kept, or one that the step replaces would leave its address to another storage
+        # By address. Held, because a freed storage would leave its address to a new one.
         self._persistent: dict[int, torch.UntypedStorage] = {}
         self.mark(persistent, PERSISTENT)
 
     def __enter__(self) -> "StepRecorder":
-        # or memory in reference cycles would be given back at moments that change from run to run
+        # otherwise memory in reference cycles would be freed at a different moment in each run
         gc.disable()
         self._propagate = getattr(ShardingPropagator, _PROPAGATE)
 
@@ -167,10 +167,10 @@ class StepRecorder(MemTracker):
         gc.enable()
 
     def _register_global_optimizer_hook(self) -> None:
-        """Do not count what an optimizer makes as its states."""
+        """Do not count the optimizer's allocations as its states."""
 
     def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
-        """Begin a segment, and end the one before."""
+        """Begin a segment, and end the previous one."""
         place = micro_batch, phase, layer
         self._segment, self._most = Segment(*place, self._begun[place]), -1
         self._begun[place] += 1
@@ -186,8 +186,8 @@ class StepRecorder(MemTracker):
                 self._update_and_maybe_create_winfos(local, _REFERENCES[category])
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Subtract from the peaks those of `tensors` that the step has made, and gathered, as
-        weights: FSDP2 pads uneven shards in the first forward.
+        """Subtract from the peaks those of `tensors` that the step has allocated and counted as
+        gathered weights: FSDP2 pads uneven shards in the first forward.
         """
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         made = storages.keys() - self._persistent.keys()
@@ -201,7 +201,7 @@ class StepRecorder(MemTracker):
         kwargs = kwargs or {}
         if self._finds_layout:
             return func(*args, **kwargs)
-        # A view makes no memory; gloo shows views of copies that it makes inside a collective.
+        # A view allocates nothing; gloo shows views of copies that it makes inside a collective.
         out = (
             func(*args, **kwargs)
             if func.is_view
@@ -222,11 +222,11 @@ class StepRecorder(MemTracker):
         return out
 
     def add(self, kind: Kind, work: Work) -> None:
-        """Count what the latest operator does."""
+        """Add the work of the latest operator."""
         self.work[kind] = self.work.get(kind, Work()) + work
 
     def _part_of(self, func: Any, call: Call) -> str:
-        """Return the part of the step that a kernel is counted with: by operator, or by phase."""
+        """Return the part of the step to which a kernel belongs: by operator, or by phase."""
         packet = func._overloadpacket
         if self._segment.phase == "optimizer":
             return OPTIMIZER
@@ -241,7 +241,7 @@ class StepRecorder(MemTracker):
         return DENSE if call.flops else ELEMENTWISE
 
     def _classify(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note the buffers of FSDP2. Some of them become gradients, which is known later."""
+        """Record the buffers of FSDP2. Some of them become gradients, which is known later."""
         if func is _fsdp.all_gather_copy_in.default:
             self.mark([*args[0], args[1]], UNITS)
         elif func is _fsdp.split_with_sizes_copy.default:
@@ -252,7 +252,7 @@ class StepRecorder(MemTracker):
             self.mark(args[:1], UNITS)
 
     def _update_peak_stats(self, peak_state: Any) -> None:
-        """Look at what lives after an operator, in place of torch's search by module."""
+        """Check the live memory after an operator, in place of torch's search by module."""
         self._note_peak()
 
     def _note_peak(self, inside: int = 0) -> None:
@@ -266,12 +266,12 @@ class StepRecorder(MemTracker):
 
 
 class FixedScalars(TorchDispatchMode):
-    """Make tensors without data read as 1 or True where the host looks at one: a finite norm, a
-    count, a flag.
+    """Make tensors without data read as 1 or True when the host reads one: a finite norm, a count,
+    a flag.
     """
 
     def __enter__(self) -> "FixedScalars":
-        # one read, where by itself it would be one of each element
+        # one read, where torch would read each element
         def tolist(tensor: torch.Tensor) -> Any:
             values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
             for size in reversed(tensor.shape):
@@ -291,6 +291,6 @@ class FixedScalars(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is _aten.addmm.dtype_out:  # torch 2.11 takes the dtype for a factor
+        if func is _aten.addmm.dtype_out:  # torch 2.11 treats the dtype as an operand
             return kwargs["out"]
         return func(*args, **(kwargs or {}))
