@@ -1,5 +1,5 @@
-"""What a run asks at its start: settings that are not written are chosen for its GPUs, the mesh
-first, and the rest once the data say the batch.
+"""The choice at the start of a run: open settings, which the configuration does not set, are chosen
+for its GPUs. The mesh comes first, and the others follow when the data have determined the batch.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ Build = Callable[[JobConfig, AnyModelConfig, str], Model]
 def choose_mesh(
     checked: Checked, start: Start | None, device: torch.device, build: Build
 ) -> Checked:
-    """Return `checked` with the degrees that are not written, chosen for the GPUs. A run that
-    resumes on as many ranks keeps its choice. Collective.
+    """Return `checked` with the open degrees chosen for the GPUs. A run that resumes on the same
+    number of ranks keeps its choice. Collective.
     """
     hardware = find_hardware(device)
     is_native = isinstance(checked.model_config, ModelConfig)
@@ -48,7 +48,9 @@ def choose_mesh(
 
 
 def choose_rest(run: Run, loader: TrainLoader, build: Build) -> tuple[Run, TrainLoader]:
-    """Return both with what is still not written, chosen for the GPUs and the batch. Collective."""
+    """Return `run` and `loader` with the remaining open settings chosen for the GPUs and the batch.
+    Collective.
+    """
     hardware = find_hardware(run.device)
     if hardware is None or not run.unwritten:
         return run, loader
@@ -71,6 +73,6 @@ def choose_rest(run: Run, loader: TrainLoader, build: Build) -> tuple[Run, Train
 def choose_for(
     checked: Checked, hardware: Hardware, build: Build, batch: int | None = None
 ) -> Choice:
-    """Choose what is not written, as `choose`. In one process."""
+    """Choose the open settings, see `choose`. In one process."""
     model = build(checked.job, checked.model_config, "cuda")
     return choose(checked, model, hardware, batch)

@@ -1,5 +1,5 @@
-"""Settings that are not written, chosen for the GPUs: the fastest expected ones that fit, for the
-same batch. The choice never changes what is trained.
+"""The choice of open settings, which the configuration does not set: the fastest expected ones that
+fit, for the same batch. It never changes the training's result.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,26 +28,26 @@ from titanlite.models.families import part_sizes
 from titanlite.models.interface import Model
 from titanlite.preflight import Checked
 
-_MARGIN = 0.03  # of the memory, left free by a choice
-_MUCH = 1.15  # times as fast: a larger batch is worth a word
-_NEARLY = 0.93  # times as fast as with the largest batch
+_MARGIN = 0.03  # fraction of the memory that a choice leaves free
+_MUCH = 1.15  # speedup from which on a larger batch is mentioned
+_NEARLY = 0.93  # fraction of the speed with the largest batch
 _LARGER = (2, 4, 8, 16)
-_SHORTEST_PIECE = 4096  # tokens of a sequence that a rank of context parallelism keeps at least
+_SHORTEST_PIECE = 4096  # fewest tokens of a sequence on a rank of context parallelism
 _REPLICATE, _CONTEXT, _EXPERT, _LOCAL, _MODE = CHOSEN
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Values of settings, and what they give by the closed form.
+    """Values of settings, and their speed and memory by the closed form.
 
     Attributes:
-        values: by key.
+        values: values of settings, by key.
         rate: tokens per second and GPU.
-        nbytes: held by a rank at the fullest moment.
+        nbytes: bytes of a rank at the step's peak of memory.
         batch: sequences of a step.
-        fits: leaving 3 % of the memory free.
+        fits: True if 3 % of the memory stay free.
         larger: the choice for a batch of 2 to 16 times as many sequences, the smallest that is
-            nearly as fast as the largest; None: it is not much faster.
+            nearly as fast as the largest; None if it is not much faster.
     """
 
     values: Mapping[str, int | str]
@@ -61,7 +61,7 @@ class Choice:
         return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.values.items())
 
     def of_mesh(self) -> "Choice":
-        """Return the choice without what depends on the batch of a step."""
+        """Return the choice without the settings that depend on the batch of a step."""
         values = {key: self.values[key] for key in self.values if key not in (_LOCAL, _MODE)}
         return replace(self, values=values)
 
@@ -69,7 +69,7 @@ class Choice:
 def find_hardware(device: torch.device) -> Hardware | None:
     """Return the GPU of this rank; None on CPU, for which nothing is chosen.
 
-    A GPU that is not in the table has the rates of the default one, and its own memory.
+    A GPU that is not in the table gets the default GPU's rates, and its own memory.
     """
     if device.type != "cuda":
         return None
@@ -87,8 +87,8 @@ def find_hardware(device: torch.device) -> Hardware | None:
 
 
 def keep_choice(checked: Checked, progress: Progress) -> Choice | None:
-    """Return what the run that is resumed has chosen; None: it has chosen for other ranks or
-    another batch, or its checkpoint does not say what.
+    """Return the choice of the run that is resumed; None if it was for different ranks or another
+    batch, or its checkpoint does not record it.
     """
     saved, kinds, ranks = progress.identity, get_settings(), checked.degrees.world_size
     if progress.world_size != ranks or any(key not in saved for key in checked.unwritten):
@@ -109,12 +109,12 @@ def take(checked: Checked, choice: Choice) -> Checked:
 
 
 def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None = None) -> Choice:
-    """Choose the settings that are not written. In one process.
+    """Choose the open settings. In one process.
 
     Args:
         model: unsharded, on meta.
-        batch: sequences of a step on all ranks; None: those of the configuration, and if it has
-            none as if each sequence held one example.
+        batch: sequences of a step on all ranks. None: the configured number or, if it is not set,
+            one computed as if each sequence held one example.
     """
     if batch is None:
         batch = resolve_global_batch_size(checked.job, checked.degrees.dp)
@@ -132,7 +132,7 @@ def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None
 
 
 def describe(choice: Choice, hardware: Hardware) -> str:
-    """Return what was chosen, why, and what it gives, in a line."""
+    """Describe the choice, its reason, and its speed and memory in a line."""
     why = "the fastest expected" if choice.fits else "THE LEAST MEMORY, AND PERHAPS TOO MUCH,"
     text = (
         f"{choice}: {why} for steps of {choice.batch} sequences, about {choice.rate:,.0f} tokens/s "
@@ -149,7 +149,7 @@ def _merit(choice: Choice) -> tuple[bool, float]:
 
 
 def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> Iterator[Choice]:
-    """Yield every legal combination of what is not written, for steps of `batch` sequences."""
+    """Yield every legal combination of the open settings, for steps of `batch` sequences."""
     job, ranks = checked.job, checked.degrees.world_size
     parts = part_sizes(checked.model_config)
     usable = hardware.usable_bytes * (1 - _MARGIN)

@@ -1,7 +1,8 @@
-"""Memory and time of an optimizer step in closed form, in a millisecond: good enough to choose by.
+"""Memory and time of an optimizer step in closed form, computed in a millisecond and accurate
+enough for a choice.
 
-The command `plan` traces the step instead. The factors here are fitted to its traces of Llama 3,
-Qwen3, Qwen3-MoE, GLM-4.5 and DeepSeek-V3; `scripts/bench/choices.py` compares the two.
+The command `plan` traces the step instead. The factors are fitted to its traces of Llama 3, Qwen3,
+Qwen3-MoE, GLM-4.5 and DeepSeek-V3; `scripts/bench/choices.py` compares the two.
 """
 
 from collections.abc import Iterator
@@ -24,47 +25,49 @@ from titanlite.models.moe import is_routed
 
 _HALF = 2  # bytes of a value in bfloat16
 _FULL = 4
-_LOSS_CHUNK = 4096  # tokens whose logits are there at the same time
-# held for a logit and its gradient, and, of the head, how often its bytes in bfloat16 are held:
-# with FSDP, without
+_LOSS_CHUNK = 4096  # tokens whose logits exist at the same time
+# bytes held for a logit and its gradient, and copies of the head in bfloat16 that are held: with
+# FSDP, without FSDP
 _LOGIT_BYTES, _HEADS, _WHOLE_HEADS = 2.4, 4.2, 2
-# moved for a logit, and for a weight of the head in each chunk
+# bytes moved for a logit, and for a weight of the head in each chunk
 _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 5, 45
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
-# moves of a gathered value by FSDP in each direction, and bytes moved for its gradient
+# times that FSDP moves a gathered value in each direction, and bytes moved for its gradient
 _GATHER_COPIES, _REDUCE_COPIES = 1.5, 12
-# moved for a trained value by clipping and AdamW, without those of its two moments
+# bytes that clipping and AdamW move for a trained value, without its two moments
 _OPTIMIZER_BYTES = 24
-# moved for the gradient of a value in a shard: first, and to add that of another micro-batch; for
-# one that FSDP does not shard
+# bytes moved for the gradient of a value in a shard: to store it, to add another micro-batch's to
+# it, and to add it if FSDP does not shard the value
 _FIRST_BYTES, _SUM_BYTES, _WHOLE_BYTES = 8, 24, 16
-# kernels of a layer without recomputation; more of experts, of their exchange, of copies at dp = 1
+# kernels of a layer without recomputation; more for experts, for their all-to-all, for copies at dp
+# = 1
 _KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 50, 25, 12
-_FORWARD = 0.4  # of these, in forward
-_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.15}  # and run again in backward
-# features that elementwise kernels move for one of the residual stream, of attention, of dense
-# feed-forward and of experts: in forward and backward together, and in what is run again
+_FORWARD = 0.4  # fraction of them in forward
+_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.15}  # fraction that is recomputed in backward
+# values that elementwise kernels move for each feature of the residual stream, attention, dense
+# feed-forward and experts: in forward and backward together, and in recomputation
 _MOVED = (37.5, 3.25, 2.67, 2.5)
 _MOVED_AGAIN = {"none": (0, 0, 0, 0), "selective": (0, 1, 1, 0), "full": (6, 1, 1, 0)}
-# times the residual stream, moved by routing, and for a copy of a row that is sent; and again
+# values moved for each feature of the residual stream: by routing, for a copy of a row that is
+# sent, and for that copy in recomputation
 _ROUTED, _SENT, _SENT_AGAIN = 18, 8.3, 2
-_STATES = 3  # features that a delta net keeps for one that attention does
+_STATES = 3  # features that a delta net stores where attention stores one
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Values of one kind of weights, of all layers together or outside of them."""
+    """Values of one kind of weights, summed over all layers, or outside of layers."""
 
     values: int = 0
     trained: int = 0
     stored: int = 0  # bytes
-    gathered: int = 0  # bytes, as FSDP gathers them and kernels read them
-    encoded: int = 0  # values that are decoded wherever they are used
+    gathered: int = 0  # bytes of the values as FSDP gathers them and kernels read them
+    encoded: int = 0  # quantized values, which are decoded at each use
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, as far as memory and time depend on them."""
+    """Sizes of a model on which memory and time depend."""
 
     num_layers: int
     hidden_size: int
@@ -74,10 +77,10 @@ class Sizes:
     dense: Weights  # in layers
     experts: Weights
     outside: Weights  # embedding and head
-    attention_width: int  # features of all layers that attention keeps; the same of feed-forward
+    attention_width: int  # features that attention stores, of all layers; the same for feed-forward
     mlp_width: int
-    expert_width: int  # features of one expert of each layer
-    core_flops: int  # forward, per token, where tokens meet
+    expert_width: int  # width of one expert, summed over all layers
+    core_flops: int  # FLOPs per token in forward of the operations that mix tokens
 
 
 def measure(model: Model, job: JobConfig) -> Sizes:
@@ -92,7 +95,7 @@ def measure(model: Model, job: JobConfig) -> Sizes:
     for name, param in kinds["dense"]:
         if param.dim() == 2 and not is_adapter(name):
             rows, columns = param.shape[0], num_values(param) // param.shape[0]
-            # a layer's result is kept once, as the residual stream
+            # a layer's result is stored once, as the residual stream
             width = columns if rows == config.hidden_size else rows
             if "mlp" in name:
                 mlp += width
@@ -129,7 +132,7 @@ def _add_up(named: list[tuple[str, nn.Parameter]]) -> Weights:
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration of a run, as far as memory and time depend on it."""
+    """Settings of a run on which memory and time depend."""
 
     degrees: Degrees
     mode: str  # of recomputation
@@ -137,7 +140,7 @@ class Setup:
     local_batch_size: int
     micro_batches: int
     is_offloaded: bool
-    state_bytes: int  # of each of the two values that AdamW keeps of a weight
+    state_bytes: int  # of each of AdamW's two moments of a weight
 
     @property
     def tokens(self) -> int:
@@ -152,7 +155,7 @@ class Setup:
 
 
 def count_bytes(sizes: Sizes, setup: Setup) -> float:
-    """Return the bytes that a rank holds at the fullest moment of a step."""
+    """Return a rank's bytes at the step's peak of memory."""
     degrees, tokens = setup.degrees, setup.tokens
     dense_ranks, expert_ranks = degrees.fsdp * degrees.tp, degrees.efsdp * degrees.ep
     layers = max(sizes.num_layers / degrees.pp, 1)
@@ -194,7 +197,7 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
 
 
 def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
-    """Return the bytes that a layer keeps of a token for its backward."""
+    """Return the bytes that a layer stores of a token for its backward."""
     hidden, layers = sizes.hidden_size, sizes.num_layers
     if mode == "full":
         return _HALF * hidden
@@ -209,7 +212,7 @@ def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
 
 
 def _rows_sent(sizes: Sizes, ep: int) -> float:
-    """Return how many ranks of expert parallelism a token is sent to."""
+    """Return the number of expert-parallel ranks to which a token is sent."""
     return ep * (1 - (1 - 1 / ep) ** sizes.top_k) if ep > 1 else 0.0
 
 
@@ -218,7 +221,7 @@ def count_seconds(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     degrees = setup.degrees
     trained = (sizes.dense.trained + sizes.outside.trained) / (degrees.fsdp * degrees.tp)
     experts = sizes.experts.trained / (degrees.efsdp * degrees.ep)
-    added = trained + experts * (degrees.efsdp > 1)  # those of whole experts add up in products
+    added = trained + experts * (degrees.efsdp > 1)  # whole experts' are summed in matmuls
     trained += experts
     later = setup.micro_batches - 1
     moved = _FIRST_BYTES + _SUM_BYTES * later
@@ -236,8 +239,8 @@ def count_seconds(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
 def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     """Return the seconds of a micro-batch, of all pipeline stages together.
 
-    As in a plan, kernels run one after the other, and FSDP's collectives and the host's launches
-    next to them, in forward and in backward by themselves.
+    As in a plan, kernels run one after another, and FSDP's collectives and the host's launches
+    overlap with them, separately in forward and in backward.
     """
     degrees, tokens, tp, ep = setup.degrees, setup.tokens, setup.degrees.tp, setup.degrees.ep
     memory, elementwise = hardware.rate("memory"), hardware.rate("elementwise")
@@ -266,8 +269,8 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     again = _widths(sizes, _MOVED_AGAIN[setup.mode], tp)
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
     sent = rows_sent * _HALF * tokens
-    # kernels wait for two exchanges in forward and one in backward; another one, and again the
-    # first if it is run again, runs beside them
+    # Kernels wait for two all-to-alls in forward and one in backward. One more overlaps with them
+    # in backward, and so does the first one if it is recomputed.
     beside = _link_s(hardware, "all_to_all", range(0, ep * tp, tp), sent)
     waits = 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
     kernels += core + decoded
@@ -301,7 +304,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
 
 
 def _widths(sizes: Sizes, factors: tuple[float, ...], tp: int) -> float:
-    """Return the features of a token that elementwise kernels of all layers move."""
+    """Return the values that elementwise kernels of all layers move for a token."""
     residual, attention, mlp, experts = factors
     split = attention * sizes.attention_width + mlp * sizes.mlp_width
     whole = residual * sizes.hidden_size * sizes.num_layers
@@ -313,8 +316,8 @@ def _rate_of_experts(sizes: Sizes) -> str:
 
 
 def _shards(sizes: Sizes, degrees: Degrees) -> Iterator[tuple[Weights, range, int]]:
-    """Yield kinds of weights with the ranks that FSDP shards them over, and what else splits
-    them.
+    """Yield each kind of weights with the ranks that FSDP shards it over, and the number of parts
+    into which tp or ep splits it.
     """
     dense = range(0, degrees.fsdp * degrees.tp, degrees.tp)
     yield sizes.dense, dense, degrees.tp

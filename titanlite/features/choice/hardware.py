@@ -1,4 +1,6 @@
-"""GPUs and their links, and the share of their peak rates that calls are expected to reach."""
+"""GPUs and their interconnects, and the fraction of their peak rates that calls are expected to
+reach.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,16 +12,16 @@ from titanlite.base.text import find_near
 
 _GIB = 2**30
 
-# What calls reach, as a share of a peak: of products in bfloat16 ("flops"), in float32, or of the
-# memory. Measured on an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except those marked
-# assumed.
+# (peak, fraction of it that calls reach). The peaks: matmuls in bfloat16 ("flops"), in float32, or
+# the memory. Measured on an H200 by scripts/bench/step_gpu.py (docs/benchmarks.md), except the ones
+# marked as assumed.
 RATES = {
-    # cuBLAS; 0.82 alone: a whole step is at the GPU's power limit
+    # cuBLAS; 0.82 when run alone: a whole step is at the GPU's power limit
     "dense": ("flops", 0.72),
     "grouped": ("flops", 0.48),  # experts: rows 0.54, weight gradients 0.40
     "grouped wide": ("flops", 0.55),  # experts of 1024 or wider: 0.59, 0.48
     "flash": ("flops", 0.29),  # FlashAttention-2, causal: 0.33, backward 0.28
-    # the memory-efficient kernel, which takes a mask and computes what is masked
+    # the memory-efficient kernel, which takes a mask and also computes the masked part
     "masked": ("flops", 0.115),
     "float32": ("float32_flops", 0.80),  # without tensor cores; assumed
     "memory": ("memory_bytes_s", 0.70),  # copies, casts, permutations, float32
@@ -27,27 +29,27 @@ RATES = {
     "optimizer": ("memory_bytes_s", 0.58),  # fused AdamW
     "sum of rows": ("memory_bytes_s", 0.30),  # torch's embedding_bag; assumed
 }
-LINKS = 0.65  # NCCL, of the links' rates
+LINKS = 0.65  # fraction of the interconnects' rates that NCCL reaches
 KERNEL_S = 2e-6  # from the end of one kernel to the start of the next
-LAUNCH_S = 45e-6  # of the host, per kernel, with autograd and FSDP2: 43 to 55 us measured
+LAUNCH_S = 45e-6  # on the host, per kernel, with autograd and FSDP2: 43 to 55 us measured
 COLLECTIVE_S = 20e-6  # latency
 SYNC_S = 100e-6  # the GPU is idle from the end of its queue until the host has launched again
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU, and the links it has."""
+    """One GPU and its interconnects."""
 
-    name: str  # as `--gpu` takes it
-    # what torch reports as the device's total memory, about 1 % less than the name says
+    name: str  # as in `--gpu`
+    # the device's total memory as torch reports it, about 1 % less than its name says
     memory_bytes: int
-    flops: float  # of dense matrix products in bfloat16, per second
-    float32_flops: float  # of those in float32, without tensor cores
+    flops: float  # of dense matmuls in bfloat16, per second
+    float32_flops: float  # of matmuls in float32, without tensor cores
     memory_bytes_s: float  # read from and written to its memory
     intra_node_bytes_s: float  # sent to other GPUs of its node, in one direction
     inter_node_bytes_s: float  # the same through its network adapter to other nodes
     gpus_per_node: int = 8  # ranks r with equal r // gpus_per_node are on one node
-    # an allowance for the CUDA context, NCCL, cuBLAS and fragmentation: not traced
+    # allowance for the CUDA context, NCCL, cuBLAS and fragmentation, which are not traced
     reserved_bytes: int = 3 * _GIB
 
     @property
@@ -55,23 +57,25 @@ class Hardware:
         return self.memory_bytes - self.reserved_bytes
 
     def rate(self, name: str) -> float:
-        """FLOP/s or bytes per second that calls of a kind of `RATES` are expected to reach."""
+        """Return the FLOP/s or bytes per second that calls of a kind in `RATES` are expected to
+        reach.
+        """
         peak, share = RATES[name]
         return getattr(self, peak) * share
 
     def collective_s(self, kind: str, ranks: Sequence[int], nbytes: float) -> tuple[float, float]:
-        """Seconds on (links inside nodes, network between nodes) that one collective over `ranks`
-        takes at least.
+        """Return the least seconds of one collective over `ranks`, on (interconnects inside nodes,
+        network between nodes).
 
         Latency is not counted. Gathers, scatters and reductions send (n - 1) / n of the bytes
-        around a ring over the n ranks, reductions to all twice. A ring over several nodes crosses
-        between them with the adapters of all its ranks on a node together. An all-to-all sends to
-        each rank its share directly.
+        around a ring over the n ranks; all-reduces send them twice. A ring over several nodes uses
+        the adapters of all its ranks on a node together. An all-to-all sends each rank's part to it
+        directly.
 
         Args:
             ranks: global ranks of the group.
-            nbytes: of the whole tensor: gathered, to be scattered, reduced; for an all-to-all what
-                each rank sends.
+            nbytes: bytes of the whole tensor that is gathered, scattered or reduced; for an
+                all-to-all, the bytes that each rank sends.
         """
         size = len(ranks)
         if size < 2:
@@ -94,10 +98,10 @@ class Hardware:
         return 0.0, sent / (min(rate, self.intra_node_bytes_s) if on_node > 1 else rate)
 
 
-# Name, TFLOP/s of dense products in bfloat16 (with float32 sums) and in float32, GiB as torch
-# reports them, TB/s of the memory; GB/s in one direction of NVLink (PCIe x16 where there is none)
-# and of one network adapter per GPU, as in the vendors' own machines with 8. From the data sheets
-# of NVIDIA and AMD; for RTX from the white papers of GA102, Ada and Blackwell. A short name selects
+# Name, TFLOP/s of dense matmuls in bfloat16 (with float32 sums) and in float32, GiB as torch
+# reports them, TB/s of the memory; GB/s in one direction of NVLink (or else PCIe x16) and of one
+# network adapter per GPU, as in the vendors' own machines with 8 GPUs. From the data sheets of
+# NVIDIA and AMD; for RTX from the white papers of GA102, Ada and Blackwell. A short name selects
 # the first entry that begins with it.
 _TABLE = (
     ("h100-80gb", 989, 67, 79.1, 3.35, 450, 50),
@@ -124,7 +128,7 @@ def get_hardware(name: str) -> Hardware:
     """Return the GPU that `--gpu` names: "h100", "RTX 4090", "a100-40gb".
 
     Raises:
-        ConfigError: it is not in the table.
+        ConfigError: the GPU is not in the table.
     """
 
     def plain(text: str) -> str:
@@ -132,7 +136,7 @@ def get_hardware(name: str) -> Hardware:
 
     wanted = plain(name)
     for known, gpu in GPUS.items():
-        names = accumulate(known.split("-"))  # h100, h10080gb, but not h10
+        names = accumulate(known.split("-"))  # accepts h100 and h10080gb, but not h10
         if wanted in {plain(text).removeprefix(brand) for text in names for brand in ("", "rtx")}:
             return gpu
     near = find_near(wanted, map(plain, GPUS))
