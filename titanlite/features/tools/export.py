@@ -1,8 +1,8 @@
-"""`python -m titanlite export MODEL OUT --dtype bfloat16`: a checkpoint as a plain Hugging Face
-model in another dtype.
+"""`python -m titanlite export MODEL OUT --dtype bfloat16`: convert a checkpoint to a plain Hugging
+Face model in another dtype.
 
-`--merge` merges the adapters of a LoRA run into their model. Streams: memory is a few MiB, whatever
-the size of the model, and the adapters of two layers.
+`--merge` merges the adapters of a LoRA run into their model. Tensors are streamed: memory is a few
+MiB for any size of the model, plus the adapters of two layers.
 """
 
 import json
@@ -51,7 +51,7 @@ _WEIGHT_SUFFIXES = {
     ".pkl",
 }
 _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
-_TEMPLATES = "additional_chat_templates"  # where transformers keeps chat templates that have names
+_TEMPLATES = "additional_chat_templates"  # where transformers stores named chat templates
 
 
 @command
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None = None) -> None:
-    """Write the model in `base` with the adapters in `adapter` merged to `out`: `W + alpha / rank *
-    B A`.
+    """Write the model in `base`, with the adapters in `adapter` merged, to `out`: `W + alpha / rank
+    * B A`.
 
     Computed in float64 and rounded to `dtype` once. `base` as in `find_base`.
 
@@ -122,14 +122,14 @@ def export_checkpoint(
     """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is
     complete.
 
-    The corrections of the `adapters` in a folder are added on the way. `described_in` is the folder
-    whose config.json says what the weights compute, if it is not `folder`.
+    If `adapters`, a folder, is given, the adapters' corrections are added. `described_in` is the
+    folder whose config.json describes the model, if it is not `folder`.
 
     Raises:
         CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
             adapters do not fit.
-        ConfigError: its config.json describes something that neither the decoder nor transformers
-            can express.
+        ConfigError: config.json describes something that neither the decoder nor transformers can
+            express.
     """
     try:
         occupied = os.path.lexists(out)
@@ -146,7 +146,7 @@ def export_checkpoint(
     config = any_model_config_from_hf(described_in or folder, "export")
     rest = describe_model(config, {}, dtype, folder)
     model = build_model(config)
-    # Where the run had more bits than its files, round once.
+    # Full-precision copies are read if there are any, so that values are rounded once.
     weights = weights_of(folder, model, exact=True)
     plan = build_plan(
         model, [weights if adapters is None else MergedSource(weights, adapters, model)]
@@ -163,7 +163,7 @@ def export_checkpoint(
         rest |= carried.describe(rest)
         files = carried.add_to(files)
     files = _with_read(files, lambda item: partial(_read_float16, item))
-    if adapters is not None:  # the card in `folder` is of another model
+    if adapters is not None:  # the card in `folder` describes a different model
         merged = read_adapter(adapters)[1]
         name = str(dtype).removeprefix("torch.")
         card = render_merge_card(
@@ -194,12 +194,12 @@ def export_checkpoint(
 def _lay_out_transformers(
     plan: Plan, model: TransformersModel, dtype: torch.dtype
 ) -> list[FileLayout]:
-    """Lay out the files with the keys and layouts that the checkpoint has."""
+    """Lay out the files with the keys and layouts of the checkpoint."""
     entries = saved_entries(plan.entries, model)
     forms, rename = stored_forms(entries, model)
     lock = Lock()
 
-    # the tensors of a conversion follow one another, and each is asked for in parts
+    # The tensors of a conversion are consecutive, and each is read in parts.
     @lru_cache(maxsize=1)
     def convert(group: str) -> dict[str, torch.Tensor]:
         found = groups[group].convert(read_whole, model)
@@ -235,7 +235,7 @@ def _read(entry: TensorEntry, dtype: torch.dtype, region: Region) -> torch.Tenso
 def _with_read(
     files: Iterable[FileLayout], read_of: Callable[[Item], Callable[[Region], torch.Tensor] | None]
 ) -> list[FileLayout]:
-    """Return the `files` with another `read` of each item."""
+    """Return the `files` with a new `read` for each item."""
     return [
         replace(
             file,
@@ -256,8 +256,8 @@ def _read_float16(item: Item, region: Region) -> torch.Tensor:
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
-    """Copy tokenizer, chat template, licence: all files without weights that are not there yet,
-    links resolved.
+    """Copy the files without weights that do not exist yet: tokenizer, chat template, licence.
+    Links are resolved.
     """
     for path in folder.iterdir():
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")

@@ -1,9 +1,9 @@
 """`python -m titanlite generate MODEL --prompt TEXT`: continue prompts with a model on one process
 or many.
 
-Several ranks, each with a share of the model: `python -m titanlite.launch --nproc-per-node 4 -m
-titanlite generate ...` (torchrun does as well). The text goes to standard output, messages to
-standard error.
+On several ranks, each with a part of the model: `python -m titanlite.launch --nproc-per-node 4 -m
+titanlite generate ...` (torchrun works too). The text goes to standard output, messages to standard
+error.
 """
 
 import argparse
@@ -48,17 +48,17 @@ _shorten = partial(shorten, width=60, placeholder="...")
 
 
 class _Request(NamedTuple):
-    """Arguments of a generation, checked, and the same on all ranks."""
+    """The checked arguments of a generation, the same on all ranks."""
 
     folder: Path  # of the weights
     adapters: Path | None  # folder of adapters to merge into them
     config: AnyModelConfig
     dtype: str
-    chat: bool  # messages are rendered by the tokenizer's chat template
+    chat: bool  # render messages with the tokenizer's chat template
     prompts: list[str]  # for people
     prompt_ids: list[list[int]]
     eos_token_ids: list[int]
-    vocab_size: int  # tokens that the tokenizer knows
+    vocab_size: int  # number of tokens that the tokenizer knows
 
 
 @command
@@ -70,12 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _run(options)
     except TitanliteError:
         code = 2
-        if get_rank() == 0:  # all ranks have the same one
+        if get_rank() == 0:  # all ranks have the same answers
             raise
     finally:
         if dist.is_initialized():
             if code == 0:
-                # a rank that leaves early can tear down connections of a peer that still answers
+                # a rank that exits early can tear down connections of a peer that is still
+                # answering
                 dist.barrier()
             end_distributed()
     return code
@@ -223,7 +224,7 @@ def _load_tokenizer(*places: Path) -> Any:
 def _prepare(
     options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device
 ) -> _Request:
-    own = folder / OWN_FOLDER  # adapters have the description of their model there, if it is native
+    own = folder / OWN_FOLDER  # with adapters, a native model's description is there
     described = own if folder != base and (own / "config.json").exists() else base
     config = any_model_config_from_hf(described, "generate")
     prompts = [
@@ -299,7 +300,7 @@ def _read_prompts(path: Path) -> list[Any]:
 
 def _read_prompt(where: str, row: Any) -> Any:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: {row}")  # why it is none
+        raise DataError(f"{where}: {row}")  # `row` is the error
     prompt = row.get("messages", row.get("prompt"))
     if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
         raise DataError(f"{where}: has neither prompt (a string) nor messages (a list).")
@@ -307,8 +308,8 @@ def _read_prompt(where: str, row: Any) -> Any:
 
 
 def _encode(tokenizer: Any, prompt: Any, *, chat: bool, options: argparse.Namespace) -> list[int]:
-    """Return the tokens of a text, of a row with messages, or, with `chat`, of a text as the
-    message of a user.
+    """Return the tokens of a text, of a row with messages or, with `chat`, of a text as a user's
+    message.
     """
     if not chat:
         if not isinstance(prompt, str):
@@ -341,8 +342,8 @@ def _print_texts(request: _Request, continuations: Sequence[Continuation], token
 
 
 def text_of(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Decode the new tokens together with the prompt: alone, many tokenizers drop the space before
-    a word.
+    """Decode the new tokens together with the prompt: when decoded alone, many tokenizers drop the
+    space before a word.
     """
     before: str = tokenizer.decode(prompt)
     text: str = tokenizer.decode([*prompt, *new])

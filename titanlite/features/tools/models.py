@@ -1,5 +1,5 @@
-"""The model that a command is given: found (a run, a step, a Hugging Face folder, or a hub id),
-loaded, and inspected.
+"""The model given to a command: found (a run, a step, a Hugging Face folder, or a hub id), loaded,
+and inspected.
 
 `python -m titanlite inspect MODEL` shows the contents of a checkpoint, and whether it is complete.
 """
@@ -66,7 +66,7 @@ MODEL_HELP = (
 
 
 def find_model(command: str, name: str) -> Path:
-    """Find the folder that `name` means, and say on standard error which step of a run it is.
+    """Find the folder that `name` means; if it is a run, print the chosen step to standard error.
 
     Raises:
         CheckpointError: the run has no complete checkpoint.
@@ -90,7 +90,7 @@ def find_model(command: str, name: str) -> Path:
         None,
     )
     if inner is None:
-        return folder  # reading it will report what is missing
+        return folder  # its reader will report what is missing
     steps = list_steps(inner)
     step = find_newest_complete(inner)
     if step is None:
@@ -106,8 +106,8 @@ def find_model(command: str, name: str) -> Path:
 
 
 def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
-    """Return the folder of the model that the adapters in the folder `adapter` are for: the folder
-    or hub id `asked`, if given; otherwise the model that adapter_config.json names.
+    """Return the folder of the model to which the adapters in `adapter` belong: the folder or hub
+    id `asked`, if given, otherwise the model that adapter_config.json names.
 
     Raises:
         CheckpointError: the adapters are damaged.
@@ -141,19 +141,20 @@ def load_model(
     ep: int = 1,
     adapters: Path | None = None,
 ) -> tuple[Model, ParallelDims | None]:
-    """Load the model in `folder` for evaluation, with its meshes; without a process group it is
-    whole, on this process.
+    """Load the model in `folder` for evaluation, with its meshes; without a process group the whole
+    model is on this process.
 
-    With the folder of `adapters`, they are merged into the weights while these are read.
+    If `adapters`, a folder, is given, the adapters are merged into the weights while these are
+    read.
 
     Raises:
-        ConfigError: the degrees fit neither the number of ranks nor the model.
+        ConfigError: the degrees do not fit the number of ranks, or the model.
         CheckpointError, PlanError, VerifyError: the weights are damaged or do not fit.
 
-    Collectives: those of `materialize`; every rank must call.
+    Collectives of `materialize`; every rank must call.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    # A sequence is padded to a multiple of tp, whatever its length.
+    # Sequences of any length are padded to a multiple of tp.
     training = TrainingSection(dtype=dtype, mixed_precision_param=dtype, seq_len=tp)  # type: ignore[arg-type]
     parallelism = ParallelismSection(tensor_parallel_degree=tp, expert_parallel_degree=ep)
     job = JobConfig(training=training, parallelism=parallelism)
@@ -193,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         damaged = show_folder(folder, checksums=known.checksums, every=known.all)
     except BrokenPipeError:
         raise
-    # a name that no file can have, or a folder that may not be looked into
+    # a name that no file can have, or a folder without permission
     except OSError as error:
         raise CheckpointError(f"{known.model}: {error.strerror}.") from None
     return 1 if damaged else 0
@@ -259,7 +260,7 @@ def _describe_model(folder: Path, model: Stored) -> str:
     )
     weights = [tensor for key, tensor in model.tensors.items() if key not in factors]
     numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
-    numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two in a byte
+    numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two values per byte
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
     size = sum(tensor.nbytes for tensor in model.tensors.values())
     name = shown(config.get("model_type", "no model_type"))

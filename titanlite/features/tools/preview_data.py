@@ -1,5 +1,5 @@
-"""`python -m titanlite data --config FILE`: what a run would train on, token by token, before it
-does.
+"""`python -m titanlite data --config FILE`: show the data of a run, token by token, before it
+trains.
 """
 
 import logging
@@ -39,13 +39,13 @@ _PLAIN = ("[[", "]]")
 
 @dataclass(frozen=True)
 class ShownDocument:
-    """A document, as far as a sequence holds it."""
+    """The part of a document that a sequence holds."""
 
-    place: str  # file and row, or tokens, where it is from; control characters are escaped
+    place: str  # its file and row, or range of tokens; control characters are escaped
     side: str  # "chosen" or "rejected" of a pair, otherwise ""
     ids: list[int]
-    trained: list[bool]  # for each token, whether it is a label
-    num_tokens: int  # that the model reads; one less than there are where the last is a label only
+    trained: list[bool]  # for each token, True if it is a label
+    num_tokens: int  # tokens that the model reads: all, or all but a last one that is only a label
 
     @property
     def num_trained(self) -> int:
@@ -53,14 +53,14 @@ class ShownDocument:
 
 
 def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument]:
-    """Return the documents of sequence `index`, in order, without padding; of a corpus the sequence
-    as one.
+    """Return the documents of sequence `index`, in order, without padding; for a corpus, the whole
+    sequence is one.
 
-    The first call for a corpus reads all of its tokens, a stream reads on as far as needed.
+    The first call for a corpus reads all of its tokens; a stream is read as far as needed.
 
     Raises:
-        DataError: there is no such view of this kind of dataset; as the dataset itself while it
-            reads.
+        DataError: this kind of dataset cannot be shown; or an error of the dataset while it is
+            read.
     """
     if isinstance(dataset, MixtureDataset):
         name, part, place = dataset.locate(index)
@@ -82,7 +82,7 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
 
 
 def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
-    """Return the whole sequence: what it is trained on lies between its first token and the label
+    """Return the whole sequence. Trained tokens are those after its first one, including the label
     of its last one.
     """
     corpus = dataset.tokenized
@@ -113,10 +113,10 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
 
 
 class Painter:
-    """Decoder of tokens, with marks around the runs of trained ones.
+    """Decoder of tokens that highlights consecutive trained ones.
 
-    Marks are colours, or `[[ ]]` without `color`. Of documents of more than `max_tokens` (0: no
-    limit) only the first and the last tokens are shown, so many in all.
+    It uses colours, or `[[ ]]` without `color`. Documents longer than `max_tokens` (0: no limit)
+    are shortened to their first and last tokens, `max_tokens` in total.
     """
 
     def __init__(self, tokenizer: Any, *, color: bool, max_tokens: int) -> None:
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_known_args(argv)
     color = sys.stdout.isatty() and not read_variable("NO_COLOR")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # the report has it all, in order
+    logger.setLevel(logging.ERROR)  # the report has everything in order
     try:
         job = load_config(rest)
         checked = check_all(job, (known.world_size,), weights=False)
@@ -200,7 +200,7 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
     epoch = "" if total is None else f"{total / size:.1f} to an epoch, "
     ranks = format_count(loader.dp_degree, "data rank")
     print(f"  steps      {epoch}of {format_count(size, 'sequence')} each, on {ranks}")
-    # a stream may need long for the first sample
+    # printed first, because a stream may need long for its first sample
     print(f"  order      {loader.fingerprint}", flush=True)
     _show_samples(loader, show, num_samples)
     for source in sources:
@@ -213,7 +213,7 @@ def _show_data(loader: TrainLoader, show: Painter, num_samples: int) -> None:
 
 
 def _list_remarks(counts: Mapping[str, int]) -> list[str]:
-    """List the remarks about chats with their counts, except what is not read."""
+    """List the remarks about chats with their counts, except the columns that are not read."""
     return [f"{count:,} {what}" for what, count in counts.items() if not what.startswith(UNREAD)]
 
 
@@ -256,8 +256,8 @@ def _show_examples(dataset: ExampleDataset) -> None:
 
 
 def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
-    """Print documents that a run begins with: of many the shortest, the longest and some between,
-    in their order.
+    """Print documents with which a run begins, in their order: the shortest, the longest and some
+    between, if there are many.
     """
     in_order = loader.samples_before(0) > 0 or loader.dataset.num_train_sequences is None
     found = list(
@@ -273,7 +273,7 @@ def _show_samples(loader: TrainLoader, show: Painter, num_samples: int) -> None:
             side = f" ({document.side})" if document.side else ""
             counts = f"{document.num_tokens} tokens, {document.num_trained} trained"
             print(f"\nsample {number}{side}: {document.place}, {counts}")
-            print(show(document.ids, document.trained), file=raw_output())  # in colors, and escaped
+            print(show(document.ids, document.trained), file=raw_output())  # colored and escaped
 
 
 def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
@@ -283,7 +283,7 @@ def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
         (index,) = loader.dataset.get_train_indices(loader.seed, number, number + 1).tolist()
         documents = get_shown_documents(loader.dataset, index)
         if loader.mixture:
-            # or all would be of the first sequence's source
+            # otherwise all would be from the first sequence's source
             documents = documents[: 1 + (documents[0].side != "")]
         size = 1 + any(document.side for document in documents)
         yield from (documents[i : i + size] for i in range(0, len(documents), size))

@@ -1,6 +1,6 @@
-"""`python -m titanlite verify FOLDER [--base MODEL]`: what a run really trained.
+"""`python -m titanlite verify FOLDER [--base MODEL]`: report what a run really trained.
 
-The folder may be of any trainer: a Hugging Face model, or adapters of peft.
+The folder may come from any trainer: a Hugging Face model, or adapters of peft.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--frozen", default="", help="pattern of the keys that were not trained")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     known = parser.parse_args(argv)
-    torch.set_num_threads(1)  # the files have a thread for each core
+    torch.set_num_threads(1)  # files are read with one thread per core
     folder = find_model("verify", known.folder)
     base = known.base and Path(local_folder("--base", known.base, weights=True))
     problems = list[str]()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_modules(folder: Path, base: Path) -> list[str]:
-    """Return the problems of stored adapters whose module the model in `base` does not have."""
+    """Return the problems of stored adapters whose module is missing in the model in `base`."""
     model = root_of(build_model(any_model_config_from_hf(base, "verify")))
     modules = {name for name, _ in model.named_modules()}
     targets = {key: re.sub(_NOT_A_MODULE, "", key) for key in read_header(folder / ADAPTER_FILE)}
