@@ -1,5 +1,5 @@
-"""Passengers: tensors of a model's folder that the model does not compute, in every checkpoint and
-exported folder.
+"""Passengers: tensors of a model's folder that the model does not compute, copied into every
+checkpoint and exported folder.
 
 Examples: layers for multi-token prediction and, in a run on text, the vision tower
 (`find_passengers` has the rule). They stay in their files, and saving copies their bytes, 1 MiB at
@@ -7,9 +7,9 @@ a time. Two kinds change:
 
 - Copies of the embedding or of the output head, recognized by their names, are written from the
   trained tensor.
-- Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales,
-  and readers would take the codes for weights. MXFP4 stays as it is: no reader takes its keys for
-  weights.
+- Block FP8 is dequantized, as the trained weights are: the saved config.json declares no scales, so
+  readers would treat the codes as weights. MXFP4 is unchanged: no reader treats tensors under its
+  keys as weights.
 """
 
 import json
@@ -62,8 +62,8 @@ def carry_passengers(
     sources: Iterable[SourceProvider],
     checkpointer: Checkpointer,
 ) -> None:
-    """Make the checkpoints of a run, whose weights came from `sources`, carry the passengers;
-    adapters do not.
+    """Add the passengers to the checkpoints of a run whose weights came from `sources`; not to
+    checkpoints of adapters.
 
     Raises:
         CheckpointError: as `find_carried`. Collective: every rank must call.
@@ -80,10 +80,10 @@ def carry_passengers(
 def find_carried(
     sources: Iterable[SourceProvider], config: AnyModelConfig, dtype: torch.dtype
 ) -> "CarriedTensors | None":
-    """Return the passengers of the folder that `sources` read, from which a plan was built, and log
-    what they are.
+    """Return the passengers of the folder that `sources` read, after a plan was built from them,
+    and log what they are.
 
-    What is dequantized becomes `dtype`.
+    Dequantized tensors are converted to `dtype`.
 
     Raises:
         CheckpointError: FP8 without its scales. The same on all ranks.
@@ -98,7 +98,9 @@ def find_carried(
 
 
 class CarriedTensors:
-    """The passengers of one folder, wherever they are stored at present."""
+    """The passengers of one folder, with their present location: the folder, or a later
+    checkpoint.
+    """
 
     def __init__(self, source: Any, config: AnyModelConfig, dtype: torch.dtype) -> None:
         self._name, self._config, self._dtype, self._block = (
@@ -109,11 +111,11 @@ class CarriedTensors:
         )
         tensors: Mapping[str, StoredTensor] = source.stored.tensors
         is_part = isinstance(config, ModelConfig) and source.layout.prefix != BASE
-        self._larger = Path(source.folder) if is_part else None  # folder of the model it is part of
+        self._larger = Path(source.folder) if is_part else None  # folder of the larger model
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         self._stored = {key: tensors[key] for key in source.passengers}
         self._scales = self._take_scales()
-        # By copy, the stored tensors (no passengers) that it may be one of, the likeliest first.
+        # For each copy, the stored tensors that it may be a copy of, the likeliest first.
         self._copies = self._find_copies(tensors)
 
     @property
@@ -122,7 +124,7 @@ class CarriedTensors:
         return sum(item.nbytes for item in self._items({}))
 
     def explain(self) -> str:
-        """Return what is carried, by part, and what becomes of it, in one line."""
+        """Describe in one line what is carried, by part, and how it is stored."""
         by_part = Counter(
             part_of(key).removesuffix(".") or key.rpartition(".")[0] for key in sorted(self._stored)
         )
@@ -139,10 +141,10 @@ class CarriedTensors:
         )
 
     def describe(self, description: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return config.json with the counts and parts that belong to the passengers. On one rank.
+        """Return config.json with the passengers' counts and parts. On one rank.
 
         Raises:
-            CheckpointError: transformers refuses it.
+            CheckpointError: transformers rejects it.
         """
         if "config.json" not in description:
             return {}
@@ -150,7 +152,7 @@ class CarriedTensors:
         if isinstance(self._config, TransformersConfig):
             if (hf := self._config.hf).get("model_type") == table.get("model_type"):
                 return {}
-            # The class computes the text part of a larger model, whose other parts are carried.
+            # The class computes the text part of a larger model, whose other parts are passengers.
             larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
             larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
             return render(
@@ -166,7 +168,7 @@ class CarriedTensors:
         return {"config.json": (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()}
 
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
-        """Lay out the model's `files` anew, with the passengers after its own tensors. The same on
+        """Lay out the model's `files` again, with the passengers after its own tensors. The same on
         all ranks.
         """
         items = [item for file in files if file.is_of_model for item, _ in file.items]
@@ -177,8 +179,8 @@ class CarriedTensors:
         ]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the saved tensor, of `keys`, that each copy follows."""
-        saved = set(keys)  # of several, the first and likeliest is written last
+        """Return for each copy the saved tensor, one of `keys`, that it is written from."""
+        saved = set(keys)  # the first and likeliest one is written last, and counts
         return {
             copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved
         }
@@ -213,8 +215,8 @@ class CarriedTensors:
         return scales
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-        """Find the passengers that are named as tables of all tokens are: layers for prediction
-        have copies.
+        """Find the passengers whose names are those of token tables: layers for multi-token
+        prediction have copies of them.
         """
         rows = self._config.vocab_size
         tables = [
