@@ -1,1 +1,1 @@
-"""Optimizer, the values that follow the step, and the expert balancer."""
+"""Optimizer, the values that depend on the step, and the expert balancer."""

@@ -14,21 +14,21 @@ from titanlite.config.schema import MoESection
 from titanlite.models.families import families, family_of
 from titanlite.models.interface import Model
 
-BIAS_UPDATE_RATE = 1e-3  # of arXiv:2408.15664
+BIAS_UPDATE_RATE = 1e-3  # from arXiv:2408.15664
 AUX_LOSS_COEFF = 0.02
-"""Of 0.001 to 1 the most even load at the same loss: 4 experts, top-2, 100 steps; 0.02 and 0.1 also
-with the quick start's 8 experts, 30 steps.
+"""Gives the most even load among values from 0.001 to 1 at the same loss. Measured with 4 experts,
+top-2, 100 steps; 0.02 and 0.1 also with the quick start's 8 experts, 30 steps.
 """
 
 
 class ExpertBiasBalancer:
-    """Counts routed tokens per layer and expert over a step, and moves every router's `expert_bias`
-    once per step.
+    """Counter of routed tokens per layer and expert over a step, which moves every router's
+    `expert_bias` once per step.
 
-    A class of transformers may have no such bias; its tokens are counted all the same, if its
-    experts can be. A step adds `update_rate` to a bias, or takes it away. `sum_over_ranks` sums a
-    tensor on the model's device, in place. With pipeline stages, of `stage_size` ranks each, the
-    model has the counters of this stage's layers.
+    Without such a bias in a transformers class, its tokens are still counted, if its experts can
+    be. A step adds `update_rate` to a bias, or subtracts it. `sum_over_ranks` sums a tensor on the
+    model's device, in place. With pipeline stages, of `stage_size` ranks each, the model has the
+    counters of this stage's layers.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class ExpertBiasBalancer:
     ) -> None:
         numbers, counters = model.moe_layer_numbers(), model.expert_counters()
         self._num_layers = len(numbers)
-        # The layers of a stage are consecutive; for those of other stages this rank adds zeros.
+        # The layers of a stage are consecutive; this rank adds zeros for the layers of other
+        # stages.
         start = numbers.index(next(iter(counters))) if counters else 0
         self._here = slice(start, start + len(counters))
         self._counters = list(counters.values())
@@ -53,7 +54,7 @@ class ExpertBiasBalancer:
             stage_size,
         )
         if numbers:
-            # (layers, E) int64, rows of this rank since the last `step`
+            # (layers, E) int64: this rank's rows since the last `step`
             self.counts = self._make_counts(model)
         frozen = sum(not router.weight.requires_grad for router in self._routers)
         if frozen and update_rate:
@@ -73,7 +74,8 @@ class ExpertBiasBalancer:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the counts of the latest forward; call once for each, after it or after its backward.
+        """Add the counts of the latest forward; call once per forward, after it or after its
+        backward.
 
         The counters overwrite their counts, so recomputation in backward does not count twice.
         """
@@ -88,9 +90,9 @@ class ExpertBiasBalancer:
         (layers, E), or None.
 
         Only differences of biases matter to a top-k. Without centring, their common part grows
-        without bound and eats float32's precision. Counts are integers: bfloat16 once flipped the
-        sign of an update. Biases stay as they are where the bool scalar `finite` is False, and
-        where the router's weight is frozen.
+        without bound and uses up float32's precision. Counts are integers: bfloat16 once flipped
+        the sign of an update. Biases are unchanged if the bool scalar `finite` is False, or if the
+        router's weight is frozen.
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """
@@ -112,7 +114,7 @@ class ExpertBiasBalancer:
 
     def bias_range(self) -> torch.Tensor | None:
         """Return the smallest and largest `expert_bias` of each layer, (2, layers) float32 on the
-        device; None without any.
+        device; None without biases.
 
         Collectives: with pipeline stages one sum over all ranks; every rank must call.
         """
@@ -129,8 +131,8 @@ class ExpertBiasBalancer:
 
 
 def get_bias_update_rate(section: MoESection, model: Model) -> float:
-    """Return the configured rate; unset, a bias is trained only where the exported architecture can
-    hold it.
+    """Return the configured rate. If it is not set, a bias is trained only if the exported
+    architecture can hold it.
     """
     if not model.moe_layers():
         return 0.0
@@ -148,12 +150,13 @@ def complete_balancing(
     *,
     has_weights: bool,
 ) -> MoESection:
-    """Return `section` with the default balance of the experts of a native model from random
+    """Return `section` with the default balancing for a native model with experts and random
     weights.
 
     The default is the bias if the exported architecture has one, else the balance loss; with
     `has_weights` there is none. A resumed run keeps its balance loss: `before` is the identity in
-    its checkpoint. Checkpoints without that entry are of runs that had no balance loss by default.
+    its checkpoint. A checkpoint without that entry is from a run that had no balance loss by
+    default.
     """
     rate, coeff = section.expert_bias_update_rate, section.aux_loss_coeff
     if not has_weights and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
@@ -172,7 +175,7 @@ def complete_balancing(
 
 
 def advise_balancing(section: MoESection, implementation: str, model: Model) -> str:
-    """Return what to set where experts get no token; `implementation` is that of the model
+    """Return the remedy if experts get no tokens; `implementation` is the setting of the model
     section.
     """
     routers = [moe.gate for moe in model.moe_layers().values()]
@@ -198,8 +201,8 @@ def advise_balancing(section: MoESection, implementation: str, model: Model) -> 
 
 
 def warn_of_ignored_balancing(section: MoESection, num_experts: int) -> None:
-    """Warn on rank 0 of settings that a model without experts ignores. No error: families are
-    compared on one file.
+    """Warn on rank 0 of settings that a model without experts ignores. It is not an error, so that
+    families can be compared with one file.
     """
     names = ("expert_bias_update_rate", "aux_loss_coeff", "z_loss_coeff")
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(section, name))]

@@ -1,6 +1,4 @@
-"""The optimizer that the configuration describes: which parameters it trains, and which steps it
-takes.
-"""
+"""The configured optimizer: which parameters it trains, and which steps it takes."""
 
 import hashlib
 import struct
@@ -28,8 +26,8 @@ _LEAST_BFLOAT16_LR = 1e-3
 class LocalAdamW(torch.optim.AdamW):
     """torch's AdamW (arXiv:1711.05101) on this rank's shards; parameters and states stay DTensors.
 
-    A fused call of DTensors refuses two meshes, and DTensor takes longer to find the layout of the
-    first results than ten updates of a small model take.
+    torch's fused AdamW rejects DTensors of two meshes, and DTensor's sharding propagation for the
+    first step takes longer than ten updates of a small model.
     """
 
     def __init__(self, groups: list[dict[str, Any]], section: OptimizerSection) -> None:
@@ -42,7 +40,7 @@ class LocalAdamW(torch.optim.AdamW):
             foreach=section.implementation == "foreach",
         )
         for group in self.param_groups:
-            # what a checkpoint must have of each parameter
+            # states that a checkpoint must have for each parameter
             group["state_names"] = ("step", "exp_avg", "exp_avg_sq")
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -56,10 +54,11 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 class RoundedAdamW(LocalAdamW):
-    """AdamW with moments in bfloat16, which are rounded stochastically, as are weights in bfloat16.
+    """AdamW with moments in bfloat16, rounded stochastically, as weights in bfloat16 are.
 
-    A moment in bfloat16 that is rounded to the nearest does not change where a step changes it by
-    less than 1/512, as beta2 = 0.999 does. `seed` and `names` of the parameters make the bits.
+    A bfloat16 moment that is rounded to nearest does not change if a step changes it by less than
+    1/512, which is so for beta2 = 0.999. The random bits depend on `seed` and the parameters'
+    `names`.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class RoundedAdamW(LocalAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes."""
+        """Update all parameters that have a gradient; with `found_inf` = 1 nothing changes."""
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
@@ -108,7 +107,7 @@ class RoundedAdamW(LocalAdamW):
         found_inf: torch.Tensor | None,
         rates: Rates,
     ) -> None:
-        """Step this rank's part of one parameter; `tensors` are local."""
+        """Update this rank's part of one parameter; `tensors` are local."""
         region, shape = region_of(param), tuple(param.shape)
         if not region.numel:
             return
@@ -138,8 +137,8 @@ def _make_key(seed: int, name: str) -> tuple[int, int]:
 
 
 def build_adamw(model: nn.Module, section: OptimizerSection, seed: int = 0) -> LocalAdamW:
-    """Build AdamW of the trained parameters. Those that other ranks hold are in its groups, too,
-    and never stepped here.
+    """Build AdamW for the trained parameters. Its groups include parameters held by other ranks,
+    which are never updated here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
@@ -153,11 +152,11 @@ def build_adamw(model: nn.Module, section: OptimizerSection, seed: int = 0) -> L
 def group_parameters(
     model: nn.Module, section: OptimizerSection, apart: Container[nn.Parameter] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Group the trained parameters by rate and decay; return the groups of those in `apart`, and of
-    the rest.
+    """Group the trained parameters by rate and decay; return the groups of the parameters in
+    `apart`, and of the others.
 
-    Only matrices decay: not norms and other vectors, nor biases, even if those of all experts are
-    one matrix.
+    Only matrices decay: not norms and other vectors, nor biases, even if the biases of all experts
+    form a matrix.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
@@ -194,7 +193,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
     changes.
 
     A fused optimizer reads the flag inside its kernel (`found_inf`), so the host does not wait for
-    the gradients. The other implementations cost one synchronization.
+    the gradients. Other implementations cost one synchronization.
     """
     if optimizer.defaults.get("fused"):
         optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
@@ -205,11 +204,11 @@ def step_if_finite(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> No
 
 @contextmanager
 def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the model have the weights to validate, evaluate and save while the context is open.
+    """Give the model the weights for validation, evaluation and saving while the context is open.
 
-    An optimizer whose result is not the weights that it steps, but their average, has methods
-    `eval` and `train` that exchange the two in place, as Schedule-Free optimizers have
-    (arXiv:2405.15682). A resumed run calls `train` once.
+    An optimizer may train weights of which only an average is the result, as Schedule-Free
+    optimizers do (arXiv:2405.15682). It has methods `eval` and `train`, which swap the two in
+    place. A resumed run calls `train` once.
     """
     if hasattr(optimizer, "eval"):
         optimizer.eval()  # type: ignore[attr-defined]
@@ -220,26 +219,26 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class NonFiniteSteps:
-    """Non-finite steps since the last look, on the host."""
+    """Non-finite steps since the last check, on the host."""
 
-    first_new: int  # first such step since the last look
-    first: int  # first step of the run of such steps up to the latest; -1 if the latest was finite
-    in_a_row: int  # length of that run
+    first_new: int  # first such step since the last check
+    first: int  # first of the consecutive such steps up to the latest; -1 if the latest was finite
+    in_a_row: int  # number of these consecutive steps
     total: int  # such steps since the process started
-    fatal: bool  # as many in a row as may be; nothing was applied since `first`
+    fatal: bool  # their number has reached the limit; no update was applied since `first`
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a loss or gradient is not finite, as all ranks found together."""
+    """The reason of a non-finite loss or gradient, as found by all ranks together."""
 
     text: str  # sentences for the user
-    # True if the step is not finite when recomputed, either; otherwise a machine erred
+    # True if the recomputed step is not finite either; otherwise a machine failed
     repeats: bool
 
     def to_error(self, found: NonFiniteSteps, saved: str, samples: int) -> TrainingError:
-        """Return the error that ends a run after `found`: a transient one if the step does not
-        repeat it.
+        """Return the error that ends a run after `found`: a transient one if the recomputed step is
+        finite.
 
         `samples`: number of sequences before that step in the data order.
         """
@@ -259,7 +258,7 @@ class Diagnosis:
         )
 
     def describe_skipped(self, found: NonFiniteSteps) -> str:
-        """Return the warning of steps that were skipped (`training.on_nonfinite` = "skip")."""
+        """Return the warning about skipped steps (`training.on_nonfinite` = "skip")."""
         return (
             f"the loss or gradient of step {found.first_new} is not finite; it was skipped "
             f"({found.total} so far). {self.text}"
@@ -269,25 +268,26 @@ class Diagnosis:
 class FiniteGuard:
     """Decision on the device which steps are applied; the host waits for it only in `look`.
 
-    After `limit` non-finite steps in a row no step is applied any more, so that weights, optimizer
-    states and biases are those before the first of them when the host finds out. All ranks pass it
+    After `limit` consecutive non-finite steps, no further step is applied. So when the host finds
+    out, weights, optimizer states and biases are those before the first of them. All ranks pass it
     the same reduced values, on `device`.
     """
 
     def __init__(self, device: torch.device, limit: int = 1) -> None:
         self._limit = limit
-        # non-finite steps up to the latest
+        # consecutive non-finite steps up to the latest
         self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        # steps since the last look, and whether each is finite
+        # steps since the last check, and whether each was finite
         self._seen: list[tuple[int, torch.Tensor]] = []
-        self._run: list[int] = []  # non-finite steps in a row, up to the last look
-        self.total = 0  # steps that were not finite, up to the last look
+        self._run: list[int] = []  # consecutive non-finite steps, up to the last check
+        self.total = 0  # all non-finite steps, up to the last check
 
     @torch.no_grad()
     def admit(self, step: int, finite: torch.Tensor) -> torch.Tensor:
         """Return True, as a bool scalar on the device, if `step`, counted from 1, is to be applied.
 
-        `finite`, a bool scalar, is True if its loss and gradient norm are, over all ranks.
+        `finite`, a bool scalar, is True if the step's loss and gradient norm are finite, over all
+        ranks.
         """
         finite = finite.to(self.in_a_row.device)
         is_frozen = self.in_a_row >= self._limit
@@ -298,11 +298,11 @@ class FiniteGuard:
         return finite & ~is_frozen
 
     def look(self) -> NonFiniteSteps | None:
-        """Return the non-finite steps since the last look, or None. Synchronizes."""
+        """Return the non-finite steps since the last check, or None. Synchronizes."""
         new = list[int]()
         flags = torch.stack([finite for _, finite in self._seen]).tolist() if self._seen else []
         for (step, _), is_finite in zip(self._seen, flags, strict=True):
-            if len(self._run) < self._limit:  # otherwise nothing was applied any more
+            if len(self._run) < self._limit:  # otherwise no further step was applied
                 self._run = [] if is_finite else [*self._run, step]
                 new += self._run[-1:]
         self._seen = []
@@ -316,13 +316,13 @@ class FiniteGuard:
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
-    """Turn gradients off for the parameters that `optimizer.freeze` names, in place. Before
+    """Turn off gradients for the parameters that `optimizer.freeze` names, in place. Before
     sharding, on meta or not.
 
     A tied parameter is frozen under each of its names.
 
-    Raises ConfigError: a pattern matches no parameter, or nothing is left to train. The same on all
-    ranks.
+    Raises ConfigError, the same on all ranks: a pattern matches no parameter, or no parameter is
+    left to train.
     """
     patterns = split_patterns("optimizer.freeze", section.freeze)
     problems = []
@@ -338,10 +338,10 @@ def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
 
 
 def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, float]:
-    """Return the factor on the learning rate of each trained parameter that
-    `optimizer.lr_multipliers` names.
+    """Return the learning-rate factor of each trained parameter that `optimizer.lr_multipliers`
+    names.
 
-    Raises ConfigError: a pattern matches no parameter, or only frozen ones. The same on all ranks.
+    Raises ConfigError, the same on all ranks: a pattern matches no parameter, or only frozen ones.
     """
     found: dict[nn.Parameter, float] = {}
     problems = []
@@ -359,8 +359,8 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the values of all parameters, and of the trained ones; of all ranks together, tied ones
-    once.
+    """Count the values of all parameters, and of the trained ones, over all ranks together; tied
+    parameters once.
     """
     params = list(model.parameters())
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)

@@ -1,4 +1,4 @@
-"""`Schedule`: the values that follow the step, such as the learning rate."""
+"""`Schedule`: the values that depend on the step, such as the learning rate."""
 
 import math
 
@@ -10,11 +10,11 @@ from titanlite.models.interface import Model
 
 
 class Schedule:
-    """The values that follow the step, on the optimizer and the model of a run.
+    """The values that depend on the step, set on a run's optimizer and model.
 
-    Each value is a function of the configuration and of the optimizer steps done, and has no other
-    state: a step, a run that resumes before it, and the diagnosis that computes it again read the
-    same. A new value is a method, and a line in `apply`.
+    Each value is a function of the configuration and of the completed optimizer steps, without
+    other state. So a step, a run that resumes before it, and a diagnosis that computes it again use
+    the same value. A new value is a method, and a line in `apply`.
     """
 
     def __init__(self, job: JobConfig, model: Model, optimizer: torch.optim.Optimizer) -> None:
@@ -46,10 +46,10 @@ class Schedule:
 def lr_factor(step: int, steps: int, section: LRSchedulerSection) -> float:
     """Return the factor on the peak learning rate for optimizer step `step` (0-based) of `steps`.
 
-    Warmup-stable-decay (arXiv:2404.06395). Warm-up of -1 is 3% of all steps, at most 200. It
-    reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0. The
-    decay covers the last decay_ratio of all steps, or all after warm-up if unset, and ends at
-    min_lr_factor on the last step.
+    Warmup-stable-decay (arXiv:2404.06395). Warm-up of -1 is 3% of all steps, at most 200. The
+    factor reaches 1 at step warmup_steps - 1, so that the first step is not wasted on a rate of 0.
+    The decay covers the last decay_ratio of all steps, or all steps after warm-up if it is not set,
+    and ends at min_lr_factor on the last step.
     """
     if section.warmup_steps >= 0:
         warmup = min(section.warmup_steps, steps)
