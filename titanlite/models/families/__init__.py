@@ -1,8 +1,8 @@
-"""Model families: preset sizes, and how a family's Hugging Face config.json and checkpoint keys map
-to titanlite's.
+"""Model families: preset sizes, and the maps from a family's Hugging Face config.json and
+checkpoint keys to titanlite's.
 
-Each `Family` in a file of this folder is found; one file is all it takes to add a model that the
-decoder can express. Only reading a config.json imports torch, through transformers' classes.
+Every `Family` in a file of this folder is found; a single file adds a model that the decoder can
+express. Only reading a config.json imports torch, through transformers' classes.
 """
 
 import importlib
@@ -39,8 +39,8 @@ _WITHOUT_EFFECT_ON_WEIGHTS = {"initializer_range", "max_position_embeddings", "p
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Return all families by name (the `model_type` of their Hugging Face config), from the files
-    in this folder.
+    """Return all families in the files of this folder by name, the `model_type` of their Hugging
+    Face configuration.
     """
     modules = [
         importlib.import_module(f"{__name__}.{module.name}")
@@ -53,8 +53,8 @@ def families() -> Mapping[str, Family]:
 
 
 def use_family(name: str) -> str:
-    """Return the name of the family that `model.name` names; an extension joins `families()`, or is
-    refused.
+    """Return the name of the family that `model.name` names. A family in an extension is checked
+    and added to `families()`.
     """
     if not is_extension(name):
         return name
@@ -73,7 +73,7 @@ def use_family(name: str) -> str:
 
 
 def find_family(model_type: Any) -> Family | None:
-    """Return the family that reads a config.json with this `model_type`; None: there is none."""
+    """Return the family that reads a config.json with this `model_type`; None if there is none."""
     found = (each for each in families().values() if model_type in each.model_types)
     return next(found, None)
 
@@ -84,13 +84,15 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
-    """Return what each layer of the native decoder is made of."""
+    """Return the composition of each layer of the native decoder."""
     layer = family_of(config).layer
     return tuple(layer(config, index) for index in range(config.num_layers))
 
 
 def part_sizes(config: AnyModelConfig) -> list[PartSizes]:
-    """Return the sizes of each kind of part of the native decoder's layers; of others nothing."""
+    """Return the sizes of each kind of part in the native decoder's layers; empty for other
+    models.
+    """
     if not isinstance(config, ModelConfig):
         return []
     parts = dict.fromkeys(block.part for layer in layers_of(config) for block in layer)
@@ -100,14 +102,14 @@ def part_sizes(config: AnyModelConfig) -> list[PartSizes]:
 def resolve_model_config(
     section: ModelSection, where: str = "model.hf_assets_path"
 ) -> AnyModelConfig:
-    """Resolve the sizes of the model in `[model]`: a flavor or a config.json, which `where` names,
-    then the overrides.
+    """Resolve the sizes of the model in `[model]`: a flavor or a config.json (`where` is the
+    setting that names it), then the overrides.
 
-    With `model.implementation` = "auto" it is the native decoder where that can express the model,
+    With `model.implementation` = "auto" it is the native decoder if that can express the model,
     else transformers' class.
 
     Raises ConfigError: unknown family or flavor, unreadable config.json, an architecture that
-    neither implements, or sizes that contradict one another.
+    neither implementation supports, or sizes that contradict each other.
     """
     use_family(section.name)
     overrides = _given_overrides(section)
@@ -130,7 +132,7 @@ def resolve_model_config(
 
 
 def get_model_type(section: ModelSection) -> str:
-    """Return Hugging Face's name of the family of the model that `[model]` describes."""
+    """Return Hugging Face's name of the family of the model in `[model]`."""
     folder = Path(section.hf_assets_path)
     if not section.flavor and section.hf_assets_path and _config_file(folder).is_file():
         return str(_read_config(folder)["model_type"])
@@ -140,11 +142,12 @@ def get_model_type(section: ModelSection) -> str:
 def find_other_model(
     section: ModelSection, config: AnyModelConfig, weights: str, where: str
 ) -> list[str]:
-    """Return a problem if `config`, of a flavor, is another model than that in the folder
-    `weights`, if there is one.
+    """Return a problem if `config`, of a flavor, is a different model than the one in the folder
+    `weights`, if that is set.
 
-    `where` is the setting that names the folder. Weights of equal shapes load, but are another
-    function with another rope_theta or epsilon. Settings in [model.overrides] are intended.
+    `where` is the setting that names the folder. Weights of equal shapes load, but compute a
+    different function with another rope_theta or epsilon. Settings in [model.overrides] are
+    intended.
     """
     folder, flavor = Path(weights), section.flavor
     if not weights or not flavor or not isinstance(config, ModelConfig):
@@ -167,8 +170,8 @@ def find_other_model(
 def describe_differences(
     ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()
 ) -> str:
-    """Describe how `theirs` computes differently from the same weights, except for the fields in
-    `meant`; or "".
+    """Describe how `theirs` would compute differently from the same weights, except for the fields
+    in `meant`; or "".
     """
     there, left_out = asdict(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     differences = [
@@ -188,11 +191,11 @@ def _preset(section: ModelSection) -> ModelConfig:
         family,
         *(other for key, other in families().items() if key.startswith(f"{name}_")),
     ]
-    # torchtitan's qwen3 has the sizes of qwen3_moe, too
+    # torchtitan's qwen3 includes the sizes of qwen3_moe
     for presets in (each.presets for each in relatives):
         if flavor in presets:
             return presets[flavor]
-    # "8B" of "3.1-8B"
+    # "8B" selects "3.1-8B"
     parts = [preset for full, preset in family.presets.items() if flavor in full.split("-")]
     if len(parts) != 1:
         raise ConfigError(
@@ -203,8 +206,8 @@ def _preset(section: ModelSection) -> ModelConfig:
 
 
 def _given_overrides(section: ModelSection) -> dict[str, Any]:
-    """Return what `[model.overrides]` sets; `rope_scaling`, if any of it is set, is the dictionary
-    of what is.
+    """Return the values set in `[model.overrides]`; `rope_scaling`, if any of its fields is set, is
+    a dictionary of these.
     """
     given: dict[str, Any] = asdict(section.overrides)  # type: ignore[call-overload]
     given["rope_scaling"] = {
@@ -217,7 +220,7 @@ def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> Rop
     """Return the scaling of `config` with the values `given`, or a new one if they name another
     type.
 
-    Raises ConfigError: values that are missing, or that the type does not have.
+    Raises ConfigError: values are missing, or the type does not have them.
     """
     now = config.rope_scaling
     rope_type = given.get("rope_type", None if now is None else now.rope_type)
@@ -258,10 +261,10 @@ def _apply_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> Model
 
 
 def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> ModelConfig:
-    """Read the sizes from `folder`/config.json; `where` says in errors what asked for it.
+    """Read the sizes from `folder`/config.json; `where` is the origin of `folder` in errors.
 
     Raises:
-        NotNativeError: it describes something that the decoder cannot express.
+        NotNativeError: the model has a feature that the decoder cannot express.
         ConfigError: the file is missing or not JSON, or a key is missing.
     """
     hf = _read_config(folder, where)
@@ -278,8 +281,8 @@ def model_config_from_hf(folder: Path, where: str = "model.hf_assets_path") -> M
 def any_model_config_from_hf(
     folder: Path, where: str, implementation: str = "auto"
 ) -> AnyModelConfig:
-    """Read the native decoder's configuration from `folder`/config.json or, if that cannot express
-    it, transformers'.
+    """Read the native decoder's configuration from `folder`/config.json or, if the decoder cannot
+    express it, transformers'.
 
     Raises ConfigError: as `resolve_model_config`.
     """

@@ -37,14 +37,14 @@ _TOP_K = (
 
 def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> TransformersConfig:
     """Build the configuration of the model that `hf` describes; `where` names it in errors, `why`
-    goes to the log.
+    is for the log.
 
     Raises ConfigError: no class of transformers generates text from it, its weights are in a format
-    that cannot be read, or transformers refuses the configuration.
+    that cannot be read, or transformers rejects the configuration.
     """
     if problem := describe_unreadable(find_quantization(hf)):
         raise ConfigError(f"{where}: {problem}")
-    hf = {  # weights are dequantized while they are read, and saved so
+    hf = {  # weights are dequantized while they are read, and saved dequantized
         k: {n: v for n, v in part.items() if n not in QUANTIZATION}
         if isinstance(part, dict)
         else part
@@ -53,7 +53,7 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
     }
     config, cls = load_config_and_class(hf, where)
     text = config.get_text_config()
-    # A decoder that is a part of such a class (BartForCausalLM) says of itself that it is none.
+    # The decoder part of such a class (BartForCausalLM) declares that it is not one.
     if any(
         getattr(part, "is_encoder_decoder", False)
         for part in (config, text, type(config), type(text))
@@ -88,7 +88,7 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
 
 
 def cut_layers(config: TransformersConfig, count: int) -> TransformersConfig:
-    """Return `config` with the first `count` layers of its text model only."""
+    """Return `config` with only the first `count` layers of its text model."""
     parsed = load_config_and_class(config.hf, config.family)[0]
     text = parsed.get_text_config()
     name = next((key for key in config.hf if getattr(parsed, key, None) is text), "")
@@ -102,11 +102,11 @@ def cut_layers(config: TransformersConfig, count: int) -> TransformersConfig:
 
 
 def _get_rope_limit(text: Any) -> int | None:
-    """Return the fewest tokens from which on a rotary embedding depends on a forward's longest
-    position; or None.
+    """Return the smallest sequence length from which on a rotary embedding depends on the longest
+    position of a forward; or None.
     """
     rope = getattr(text, "rope_parameters", None) or {}
-    # one, or one per kind of layer
+    # a single table, or one for each kind of layer
     tables = [rope, *(table for table in rope.values() if isinstance(table, dict))]
     limits = []
     for table in tables:
@@ -117,10 +117,10 @@ def _get_rope_limit(text: Any) -> int | None:
 
 
 def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]:
-    """Return transformers' configuration and the class that config.json names, or else that of auto
-    classes for text.
+    """Return transformers' configuration, and the class that config.json names, or else the auto
+    classes' class for text.
 
-    Raises ConfigError: there is none, or transformers refuses the configuration.
+    Raises ConfigError: there is no such class, or transformers rejects the configuration.
     """
     import transformers
     from transformers import (
@@ -154,7 +154,8 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
         )
         known.update(auto._model_mapping._model_mapping.values())  # type: ignore[attr-defined]
     named = hf.get("architectures") or []
-    # the mappings may list the class under the type of the whole (musicgen for musicgen_decoder)
+    # the mappings may list the class under the type of the larger model (musicgen for
+    # musicgen_decoder)
     if not classes:
         classes = [getattr(transformers, str(name)) for name in named if str(name) in known]
         classes = [cls for cls in classes if cls.config_class is type(config)]
@@ -164,16 +165,16 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             f"'{model_type}'."
         )
     cls = next((cls for cls in classes if cls.__name__ in named), classes[0])
-    # as `from_config`: of the text alone
+    # as in `from_config`: the configuration of the text part
     parts = [getattr(config, name, None) for name in config.sub_configs]
     return next((part for part in parts if type(part) is cls.config_class), config), cls
 
 
 def read_config(hf: Mapping[str, Any], where: str) -> Any:
-    """Return the object of transformers' configuration class that `hf`, the content of a
-    config.json, describes; `where` names it in errors.
+    """Return the object of transformers' configuration class for `hf`, the content of a
+    config.json; `where` names it in errors.
 
-    Raises ConfigError: transformers refuses it, or would take minutes to read it.
+    Raises ConfigError: transformers rejects it, or would take minutes to read it.
     """
     raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
 
@@ -193,8 +194,8 @@ def read_config(hf: Mapping[str, Any], where: str) -> Any:
 def find_refused(
     build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception
 ) -> list[str]:
-    """Find the keys of `values` that `build` raises `error` for: without one of them, it raises
-    none, or another.
+    """Return the keys of `values` that cause `error` in `build`: without any one of them, it raises
+    no error, or another.
     """
     named = re.match(r"Validation error for field '(\w+)'", str(error))
     if named and named[1] in values:
@@ -211,8 +212,8 @@ def find_refused(
 
 
 def format_refusal(error: Exception) -> str:
-    """Class and text of `error` in one line; of transformers' strict classes, the text of what was
-    wrong.
+    """Return class and text of `error` in one line; for transformers' strict classes, the text of
+    the underlying error.
     """
     text = " ".join(str(error).split()).partition(". Errors: ")[0]
     text = re.sub(r"<class '(\w+)'>", r"\1", text).rstrip(".")
@@ -221,7 +222,7 @@ def format_refusal(error: Exception) -> str:
 
 
 def format_json(value: Any) -> str:
-    """Return `value` as a JSON file has it, at most a line."""
+    """Return `value` as JSON, cut to a line."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
@@ -229,15 +230,15 @@ def format_json(value: Any) -> str:
 def save_config(config: Any, folder: Path) -> None:
     """Write transformers' `config` as config.json.
 
-    Next to the names of transformers 5 it has those that transformers 4 and llama.cpp read:
-    `rope_theta` and `rope_scaling` next to `rope_parameters`, and `num_experts`.
+    In addition to the names of transformers 5 it has names that transformers 4 and llama.cpp read:
+    `rope_theta` and `rope_scaling` in addition to `rope_parameters`, and `num_experts`.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"
     table = json.loads(path.read_text(encoding="utf-8"))
     both = _with_older_keys(table)
     read, expected = (build_config(form).to_dict() for form in (both, table))
-    # the table counts where both have a key
+    # if both have a key, the table counts
     own = expected.keys() - (expected.get("rope_parameters") or {})
     if all(read.get(key) == expected[key] for key in own):
         path.write_text(json.dumps(both, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -251,7 +252,7 @@ def save_config(config: Any, folder: Path) -> None:
 def _with_older_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     both = dict(table)
     rope = table.get("rope_parameters") or {}
-    # not one table per kind of layer, which transformers 4 has by no common names
+    # not for one table per kind of layer, for which transformers 4 has no common names
     if _THETA in rope:
         both |= {key: rope[key] for key in (_THETA, PARTIAL) if key in rope}
         scaling = {key: value for key, value in rope.items() if key not in (_THETA, PARTIAL)}
@@ -262,13 +263,13 @@ def _with_older_keys(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """Return the first of the attributes that is a number; of a list, one per layer, the
+    """Return the first attribute that is a number; for a list with one number per layer, the
     largest.
     """
     for name in names:
         try:
             value: Any = getattr(config, name, None)
-        # one per layer (Gemma 4), which transformers does not give of the whole
+        # one per layer (Gemma 4); transformers has no value for the whole model
         except RuntimeError:
             value = [getattr(layer, name, None) for layer in config.per_layer_config]
         if (

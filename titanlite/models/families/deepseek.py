@@ -1,11 +1,11 @@
 """DeepSeek-V3 and models with its mixture of experts: sigmoid scores, a selection bias per expert,
 shared experts.
 
-The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. GLM-4.5 and
-4.6 (arXiv:2508.06471), too, with half of each head rotated and biases on q, k and v; their router
-has no groups. DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which
-is built like them, have latent attention. Layers for multi-token prediction after the last one are
-neither trained nor saved, as in transformers.
+The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. So have
+GLM-4.5 and 4.6 (arXiv:2508.06471), with half of each head rotated and biases on q, k and v; their
+router has no groups. DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982),
+which is built like them, have latent attention. Layers for multi-token prediction, after the last
+layer, are not trained; checkpoints contain them as they were loaded (`features/passengers.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ from typing import Any
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
 
-# Routers choose groups first, by the best two scores of each, even where there is one group.
+# Routers choose groups first, by the sum of the best two scores in each, even if there is only one
+# group.
 _RULES = (
     (
         lambda config: config.num_experts >= 2 * config.num_expert_groups,
@@ -49,13 +50,13 @@ DOTS1 = Family(
     fixed={"qk_norm": True, "score_func": "sigmoid"},
     rules=_RULES,
     required={
-        # Serving engines and llama.cpp look at these; transformers' class has no other. Early
-        # folders name the method.
+        # Serving engines and llama.cpp read these keys; transformers' class supports no other
+        # values. Early folders have the name of the method.
         "scoring_func": ("sigmoid", "noaux_tc"),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     },
-    written={"sliding_window": None},  # else layers from the 62nd on would have one
+    written={"sliding_window": None},  # otherwise layers from the 62nd on would have a window
     expert_bias_key="e_score_correction_bias",
     presets={
         "debug": replace(
@@ -144,7 +145,7 @@ def _yarn(factor: float, original: int, mscale_all_dim: float) -> RopeScaling:
 
 
 def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what latent attention of transformers does and the decoder does not."""
+    """Yield features of transformers' latent attention that the decoder does not have."""
     if config.head_dim != config.qk_rope_head_dim:
         yield f"head_dim = {config.head_dim!a} is not qk_rope_head_dim = {config.qk_rope_head_dim}."
     if table.get("mscale_all_dim") and table["rope_type"] not in ("default", "yarn"):
@@ -177,7 +178,7 @@ DEEPSEEK_V3 = Family(
     fixed={"qk_norm": False, "score_func": "sigmoid"},
     rules=_RULES,
     find_lacking=_find_lacking,
-    # DeepSeek's own code and serving engines look at these; the decoder has no other.
+    # DeepSeek's own code and serving engines read these keys; the decoder supports no other values.
     required={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "moe_layer_freq": (1,)},
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
@@ -236,7 +237,8 @@ DEEPSEEK_V3 = Family(
     },
 )
 
-# GLM-4.7-Flash (arXiv:2508.06471 has its predecessors): latent attention, one group of experts.
+# GLM-4.7-Flash (arXiv:2508.06471 describes its predecessors): latent attention, one group of
+# experts.
 _GLM_LITE = replace(
     _DEEPSEEK,
     family="glm4_moe_lite",
@@ -275,7 +277,7 @@ GLM4_MOE_LITE = replace(
     },
 )
 
-# Every layer has experts, so that no width of dense ones is configured.
+# Every layer has experts, so the configuration has no width of dense layers.
 _SOLAR = replace(
     _GLM,
     family="solar_open",
@@ -297,7 +299,7 @@ SOLAR_OPEN = replace(
         if ours not in ("qk_norm", "num_dense_layers", "intermediate_size")
     },
     fixed={**GLM4_MOE.fixed, "qk_norm": False, "num_dense_layers": 0},
-    # Serving engines look at it; transformers' class has no dense layers.
+    # Serving engines read it; transformers' class has no dense layers.
     required={"first_k_dense_replace": (0,)},
     rotates_partially=False,
     mtp_key=None,

@@ -1,4 +1,4 @@
-"""`Family`: the table that ties a model family to its Hugging Face configuration and checkpoint
+"""`Family`: the table that maps a model family to its Hugging Face configuration and checkpoint
 keys.
 """
 
@@ -28,7 +28,7 @@ from titanlite.models.families.rope import (
     rope_to_hf,
 )
 
-# ModelConfig field -> Hugging Face key, where all families agree.
+# ModelConfig field -> Hugging Face key, if all families agree.
 COMMON_KEYS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -48,8 +48,8 @@ MOE_KEYS: Mapping[str, str] = {
     "moe_intermediate_size": "moe_intermediate_size",
     "norm_topk_prob": "norm_topk_prob",
 }
-# Sizes of every family's `debug` flavor: a model of under a million parameters, for tests and first
-# looks.
+# Sizes of every family's `debug` flavor, for tests and first experiments: under a million
+# parameters.
 DEBUG_SIZES: Mapping[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -64,10 +64,10 @@ DEBUG_EXPERTS = {**DEBUG_SIZES, "num_experts": 8, "top_k": 2, "moe_intermediate_
 _KINDS: Mapping[str, Any] = {item.name: item.type for item in fields(ModelConfig)} | {
     "pad_token_id": int
 }
-TEXT_CONFIG = "text_config"  # key of the text model's part of a larger one's config.json
-# ModelConfig fields that may be null; all but the last one are 0 then.
+TEXT_CONFIG = "text_config"  # key of the text model's part in a larger model's config.json
+# ModelConfig fields that may be null in config.json; all but the last one are then 0.
 _OPTIONAL = ("q_lora_rank", "sliding_window", "pad_token_id")
-# Attributes of transformers' configuration that the decoder has in no other way.
+# Attributes of transformers' configuration for which the decoder supports only these values.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, None),
@@ -76,7 +76,9 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
 
 
 class _Pattern(NamedTuple):
-    """A list in config.json with the kind of each layer, for which ModelConfig has other fields."""
+    """A list in config.json with the kind of each layer, which ModelConfig expresses by other
+    fields.
+    """
 
     read: Mapping[str, Callable[[list[Any]], int | str]]
     write: Callable[[ModelConfig], list[str]]
@@ -88,14 +90,16 @@ def _list_feed_forwards(config: ModelConfig) -> list[str]:
 
 
 def _find_interval(kinds: list[Any]) -> int:
-    """Return the number of the first layer with full attention; without any, transformers'
+    """Return the number of the first layer with full attention; if there is none, transformers'
     default.
     """
     return kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
 
 
 def _find_windows(kinds: list[Any]) -> str:
-    """Return the shortest pattern of layers with and without a window that the list repeats."""
+    """Return the shortest pattern of layers with and without a window that, repeated, gives the
+    list.
+    """
     text = "".join("s" if kind == "sliding_attention" else "f" for kind in kinds)
     lengths = range(1, len(text))
     return next((text[:n] for n in lengths if (text[:n] * len(text)).startswith(text)), text)
@@ -124,8 +128,8 @@ _PATTERNS: Mapping[str, _Pattern] = {
 
 
 def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
-    """Yield a message for each list of transformers' `config` that `model` does not have: its
-    fields stand for some lists only.
+    """Yield a message for each list in transformers' `config` that `model` does not have, because
+    its fields cannot express every list.
     """
     for key, pattern in _PATTERNS.items():
         given, expected = getattr(config, key, None), pattern.write(model)
@@ -138,7 +142,7 @@ def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
 
 _SIZE, _COUNT = (1, 2**27), (0, 2**16)
 _LEAST = 1e-30
-# Least and greatest value of each number.
+# Smallest and largest value of each number.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "num_heads", "num_kv_heads"), _SIZE),
     **dict.fromkeys(("head_dim", "intermediate_size", "max_position_embeddings"), _SIZE),
@@ -146,7 +150,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "full_attention_interval": _COUNT,
     "sliding_window": (0, 2**27),
     "num_layers": (1, MOST_LAYERS),
-    # the norm of nothing: hidden states would vanish beside the epsilon
+    # the norm of zeros: hidden states would vanish next to a larger epsilon
     "rms_norm_eps": (_LEAST, 1.0),
     "initializer_range": (0.0, 1.0),
     "rope_theta": (_LEAST, 1e15),
@@ -249,7 +253,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
         + config.linear_num_value_heads * config.linear_value_head_dim
     )
     total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + inner))
-    if not problems and total > MOST_PARAMETERS:  # sizes are each possible, but not their product
+    if not problems and total > MOST_PARAMETERS:  # each size is possible, but their product is not
         problems = [
             f"the model would have {total:.3g} parameters or more, and {MOST_PARAMETERS:.3g} are "
             "the most."
@@ -261,19 +265,19 @@ NEEDS_WINDOW = (
     lambda config: config.sliding_window > 0,
     "sliding_window ({sliding_window}) is not positive, as transformers demands.",
 )
-"""One of `Family.rules`."""
+"""A rule for `Family.rules`."""
 
 
 def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any) -> ModelConfig:
-    """Return a flavor: `base` with sizes in the order of a model card: hidden, layers, heads, kv
-    heads, inner.
+    """Return a flavor: `base` with sizes in the order of a model card (hidden, layers, heads, kv
+    heads, inner).
     """
     names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
     return replace(base, **dict(zip(names, sizes, strict=True)), **more)
 
 
 class Larger(NamedTuple):
-    """A model with other inputs too, such as images, that has the family as its text model."""
+    """A model with further inputs, such as images, whose text model is in the family."""
 
     name: str  # Hugging Face `model_type`
     architecture: str  # Hugging Face class
@@ -290,41 +294,43 @@ class Family:
     presets: Mapping[str, ModelConfig]  # sizes by flavor
     # Other `model_type`s of the same model: they are read, and saved as this one.
     aliases: Sequence[str] = ()
-    # ModelConfig fields that the family does not configure
+    # ModelConfig fields that the family does not configure, with their values
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    # Attributes that must have one of these values: the decoder has no other. The first is written.
+    # Attributes that must have one of these values, because the decoder supports no others. The
+    # first is written.
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Keys that are written because transformers' default is another model.
+    # Keys that are written because transformers' defaults describe a different model.
     written: Mapping[str, Any] = field(default_factory=dict)
-    # Features of transformers' configuration, with its rotary table, that the decoder lacks; one
-    # message each.
+    # Features of transformers' configuration, with its rotary table, that the decoder does not
+    # support; one message each.
     find_lacking: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda _config, _table: ()
-    # True: a part of each head may be rotated (`partial_rotary_factor`).
+    # True: only a part of each head may be rotated (`partial_rotary_factor`).
     rotates_partially: bool = False
-    # What must hold for a configuration of this family, and the text of the problem if it does not.
+    # A condition on configurations of this family, and the text of the problem if it is not met.
     rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
-    # Key that counts layers for multi-token prediction, which are not computed: 0 is written unless
-    # a folder has them.
+    # Key with the number of layers for multi-token prediction, which are not computed: 0 is written
+    # unless a folder has them.
     mtp_key: str | None = None
-    # What the layer with this number is made of.
+    # The composition of the layer with this number.
     layer: Callable[[ModelConfig, int], Layer] = standard_layer
-    # of the router's bias buffer in checkpoints, if the architecture has one
+    # key of the router's bias buffer in checkpoints, if the architecture has one
     expert_bias_key: str | None = None
-    # Rows of tensors in the order in which they are stored, where that is another one than in
-    # memory, by patterns of names: the first row in memory, and a number of rows.
+    # Order of the rows of stored tensors, if it differs from the order in memory: by patterns of
+    # names, (first row in memory, number of rows).
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
         default_factory=dict
     )
-    # Keys of checkpoints where they are not those of most families: patterns of theirs, and what
-    # is there instead, one after another.
+    # If the family's keys of checkpoints differ from most families' keys: pattern in those ->
+    # replacement, applied one after another.
     stored_names: Mapping[str, str] = field(default_factory=dict)
-    # True: config.json has a rotary table for each kind of layer, a plain one for a window.
+    # True: config.json has a rotary table for each kind of layer, a plain one for layers with a
+    # window.
     has_rope_by_kind: bool = False
     # True: all experts of a layer are stored in one tensor, with inputs before outputs.
     transposes_experts: bool = False
-    # The model of which it may be a part.
+    # The larger model that may contain this one.
     larger: Larger | None = None
-    # True: a folder with all experts of a layer in one tensor is saved so, too.
+    # True: a folder with all experts of a layer in one tensor is saved in the same layout.
     keeps_fused_experts: bool = False
 
     @property
@@ -342,11 +348,12 @@ class Family:
 
         Warns of a balance loss that transformers would add.
 
-        Raises NotNativeError, for what the decoder cannot express, or ConfigError: transformers
-        refuses a value, or nothing can compute with it.
+        Raises NotNativeError: the decoder cannot express the model. Raises ConfigError:
+        transformers rejects a value, or nothing can compute with it.
         """
         hf, config = self._read(hf, where)
-        # once more, as its model: a length beside the table counts for more than that in it
+        # Called again, as its model does: a length outside of the table takes precedence over the
+        # one inside.
         config.standardize_rope_params()
         rope = getattr(config, "rope_parameters", None) or {}
         windowed = rope.get("sliding_attention") if self.has_rope_by_kind else None
@@ -354,7 +361,8 @@ class Family:
             rope = rope["full_attention"]
         table = {
             "rope_type": "default",
-            # of a class without rotary embeddings, that of a name transformers does not know
+            # of a class without rotary embeddings, which is the class for a name that transformers
+            # does not know
             "rope_theta": getattr(config, "rope_theta", None),
             **rope,
         }
@@ -373,13 +381,13 @@ class Family:
         values = dict[str, Any]()
         for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
             if ours == "head_dim" and not hasattr(config, key):
-                continue  # most classes do not declare it: an equal share of the hidden width
+                continue  # most classes do not declare it: it is an equal part of the hidden width
             value, kind = getattr(config, key, None), _KINDS[ours]
             if key in _PATTERNS and isinstance(value, list):
                 value = _PATTERNS[key].read[ours](value)
             if ours in _OPTIONAL[:-1] and value == 0:
                 lacking.append(f"{key} = 0 is not supported; null leaves it out.")
-            # transformers tests flags, so that null is false
+            # transformers tests flags for truth, so null means false
             values[ours] = False if value is None and kind is bool else value
             if type(values[ours]) is not kind and not (value is None and ours in _OPTIONAL):
                 wrong.append(f"{key} = {show(value)} is not of type {kind.__name__}.")
@@ -388,7 +396,7 @@ class Family:
         raise_problems(ConfigError if wrong else NotNativeError, where, [*lacking, *wrong])
         values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
         values |= {key: 0 for key in _OPTIONAL[:-1] if values.get(key, 0) is None}
-        if (values["pad_token_id"] or 0) < 0:  # counts from the end
+        if (values["pad_token_id"] or 0) < 0:  # a negative id counts from the end
             values["pad_token_id"] += values["vocab_size"]
         model = ModelConfig(
             family=self.name,
@@ -409,7 +417,7 @@ class Family:
         return model
 
     def _read(self, hf: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], Any]:
-        """Return what `hf` says of the text model, and transformers' configuration of that."""
+        """Return the part of `hf` about the text model, and transformers' configuration of it."""
         each = {"per_layer_config": None}
         if not self.is_in_larger(hf):
             theirs = {"model_type": self.name, "architectures": [self.architecture]}
@@ -418,7 +426,7 @@ class Family:
         parts = {TEXT_CONFIG: {**text, **each}} if isinstance(text, Mapping) else {}
         larger = read_config({**hf, **parts}, where)
         config = larger.get_text_config()
-        config.tie_word_embeddings = larger.tie_word_embeddings  # which its class goes by
+        config.tie_word_embeddings = larger.tie_word_embeddings  # the class reads it here
         return {**hf, **(text or {})}, config
 
     def _find_unsupported(self, hf: Mapping[str, Any], config: Any) -> list[str]:
@@ -444,8 +452,8 @@ class Family:
         return lacking
 
     def check(self, config: ModelConfig) -> list[str]:
-        """Return the contradictions inside `config`, and what transformers' class of this family
-        refuses; one message each.
+        """Return the contradictions inside `config`, and the values that transformers' class of
+        this family rejects; one message each.
         """
         problems = check_model_config(config)
         if problems:
@@ -458,8 +466,8 @@ class Family:
         """Return the Hugging Face configuration of `config`, as keyword arguments of the family's
         config class.
 
-        The rotary table keeps the entries of `original`, the config.json that the model came from,
-        that mean nothing here, such as other names for the same thing.
+        The rotary table keeps entries of `original`, the config.json that the model came from, that
+        titanlite does not use, such as other names of the same value.
         """
         original = original or {}
         hf = {
@@ -471,7 +479,7 @@ class Family:
         hf |= {key: getattr(config, key) or None for key in _OPTIONAL[:-1] if key in self.keys}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         hf |= self.written
-        if "num_dense_layers" in self.keys:  # serving engines look at it where others do not
+        if "num_dense_layers" in self.keys:  # serving engines read it, and may read nothing else
             hf["first_k_dense_replace"] = config.num_dense_layers
         table = original.get("rope_scaling") or original.get("rope_parameters") or {}
         table = table.get("full_attention", table)

@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv:2508.10925): attention with sinks, in every second layer in a window of 128
-tokens; router and experts with biases, and a clamped SwiGLU.
+"""gpt-oss (arXiv:2508.10925): attention with sinks, in every second layer with a window of 128
+tokens; biases in router and experts; a clamped SwiGLU.
 
 Experts are stored with inputs before outputs. Published folders have them in MXFP4, which is read,
 and saved as bfloat16.
@@ -16,7 +16,7 @@ _FIXED: dict[str, Any] = {
     "attention_sinks": True,
     "biased_experts": True,
     "score_func": "softmax",
-    "norm_topk_prob": True,  # softmax over the chosen logits is this
+    "norm_topk_prob": True,  # equal to a softmax over the chosen logits
 }
 _GPT_OSS = ModelConfig(
     family="gpt_oss",

@@ -1,4 +1,4 @@
-"""What is read from config.json before transformers' class sees it: absurd sizes, quantization."""
+"""Checks of config.json before transformers' class reads it: absurd sizes, quantization."""
 
 import math
 import re
@@ -9,11 +9,12 @@ from titanlite.base.errors import ConfigError
 
 QUANTIZATION = ("quantization_config", "compression_config")
 _MOST_SHOWN = 80
-# A hundred times what the largest models have; beyond, sizes overflow.
+# A hundred times as many as in the largest models; more would overflow sizes.
 MOST_PARAMETERS = 2**50
-# transformers makes lists and modules of these numbers, which would take minutes, or all memory.
+# transformers creates lists and modules with these numbers, which would take minutes, or all
+# memory.
 MOST_LAYERS = 4096
-_MOST_EXPERTS = 2**20  # of all layers
+_MOST_EXPERTS = 2**20  # summed over all layers
 _COUNTS = (
     (r"^(?!max_|first_)\w*layers?$|^depths?$", MOST_LAYERS),
     (r"experts$", 2**16),
@@ -22,19 +23,19 @@ _COUNTS = (
 
 
 class NotNativeError(ConfigError):
-    """A sound config.json that asks for something that the native decoder does not have;
-    transformers may have it.
+    """A valid config.json with a feature that the native decoder does not have; transformers may
+    have it.
     """
 
 
 def show(value: Any) -> str:
-    """Return `value` of a config.json as it may stand in a message: printable, and not long."""
+    """Return `value` of a config.json in a form fit for a message: printable and short."""
     text = "null" if value is None else ascii(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def find_quantization(hf: Mapping[str, Any]) -> Any:
-    """Return what `hf`, or one of its parts, says of quantized weights; or None."""
+    """Return the description of quantized weights in `hf`, or in one of its parts; or None."""
     parts = [
         hf,
         *(
@@ -49,8 +50,8 @@ def find_quantization(hf: Mapping[str, Any]) -> Any:
 
 
 def describe_unreadable(quantization: Any) -> str:
-    """Return why weights of `quantization` cannot be read; empty if they can, dequantized on the
-    way.
+    """Return why weights of `quantization` cannot be read; "" if they can be dequantized while they
+    are read.
     """
     found = quantization if isinstance(quantization, Mapping) else {}
     method, block = found.get("quant_method"), found.get("weight_block_size", [128, 128])
@@ -76,7 +77,7 @@ def find_absurd(hf: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Yield one message for each count in `hf` that no model has, and for each number that is not
     finite.
 
-    Lists may hold infinities: some state-space models bound their time steps by them.
+    Lists may hold infinities: some state-space models use them as bounds of time steps.
     """
     numbers = [
         (str(key), item)

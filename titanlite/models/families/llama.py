@@ -1,7 +1,8 @@
 """Llama 3 (arXiv:2407.21783), and Qwen models, which are built like it.
 
-Qwen2 and Qwen2.5 (arXiv:2412.15115) have biases on q, k and v; Qwen3 (arXiv:2505.09388) norms on
-queries and keys; Qwen3-MoE a softmax router with normalized top-8 of 128 experts, in every layer.
+Qwen2 and Qwen2.5 (arXiv:2412.15115) have biases on q, k and v. Qwen3 (arXiv:2505.09388) has norms
+on queries and keys. Qwen3-MoE has a softmax router with normalized top-8 of 128 experts, in every
+layer.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """MiniMax-M2: sigmoid scores with a selection bias, one norm over all queries and one over all
-keys, half of each head rotated; Mixtral's names in checkpoints.
+keys, half of each head rotated; keys of checkpoints as in Mixtral.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""OLMo 3 (arXiv:2512.13961): norms on what attention and feed-forward return, not on what they get;
-one norm over all queries and one over all keys; a window in three of four layers, which have no
-YaRN.
+"""OLMo 3 (arXiv:2512.13961): norms on the outputs of attention and feed-forward, not on their
+inputs; one norm over all queries and one over all keys; a window in three of four layers, which
+have no YaRN.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ OLMO3 = Family(
     keys={**COMMON_KEYS, "sliding_window": "sliding_window", "window_pattern": "layer_types"},
     fixed=_FIXED,
     rules=(NEEDS_WINDOW,),
-    written={"pad_token_id": None},  # else row 1 of the embedding had no gradient
+    written={"pad_token_id": None},  # otherwise row 1 of the embedding has no gradient
     has_rope_by_kind=True,
     layer=_layer,
     presets={

@@ -1,7 +1,7 @@
-"""What a decoder layer is made of, as a family declares it: blocks, each of them a norm and a part.
+"""The composition of a decoder layer, as a family declares it: blocks, each of a norm and a part.
 
-Without torch: the preflight check and the plan read sizes from here. A part's module is imported
-when a model is built. A family in a file of its own may declare parts of its own.
+This file needs no torch: the preflight check and the plan read sizes from it. A part's module is
+imported when a model is built. A family in a separate file may declare its own parts.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from titanlite.config.parallelism import PartSizes
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of part: its module, called with a `ModelConfig`, and its sizes."""
+    """A kind of part: its module, which is called with a `ModelConfig`, and its sizes."""
 
-    module: str  # "package.module:Class", a `models.interface.Part`
+    module: str  # "package.module:Class" of a `models.interface.Part`
     sizes: Callable[[ModelConfig], PartSizes]
 
     def build(self, config: ModelConfig) -> Any:
@@ -28,8 +28,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block, x + part(norm(x)), or x + norm(part(x)); the names are those of the
-    checkpoint.
+    """One residual block, x + part(norm(x)), or x + norm(part(x)); the names are those in
+    checkpoints.
     """
 
     norm: str
@@ -38,7 +38,7 @@ class Block:
     is_norm_last: bool = False
 
 
-Layer = tuple[Block, ...]  # equal layers are of one kind
+Layer = tuple[Block, ...]  # equal layers are of the same kind
 
 
 def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartSizes:
@@ -46,7 +46,8 @@ def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartS
 
     def core_flops(seq_len: int) -> int:
         window = min(seq_len, config.sliding_window) if is_windowed else seq_len
-        # 2 products, 2 per multiplication, half of it; what is before the window is left out, too
+        # 2 matmuls, 2 FLOPs per multiplication, and half of it; keys before the window are excluded
+        # too
         return width * window * (2 * seq_len - window) // seq_len
 
     return PartSizes(
@@ -60,7 +61,7 @@ def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartS
 def _gated_delta_sizes(config: ModelConfig) -> PartSizes:
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     width = values * config.linear_value_head_dim
-    flops = 6 * config.linear_key_head_dim * width  # k S, k v and q S
+    flops = 6 * config.linear_key_head_dim * width  # the matmuls k S, k v and q S
     return PartSizes(
         splits={"linear_num_key_heads": keys},
         heads={"key heads of the gated delta net": keys},
@@ -100,8 +101,8 @@ MOE = Part("titanlite.models.moe:MoE", _moe_sizes)
 
 
 def standard_layer(config: ModelConfig, index: int) -> Layer:
-    """Return attention, latent or grouped, this with or without a window, and then a feed-forward
-    or, behind the leading dense layers, experts.
+    """Return attention (latent, or grouped with or without a window), and then a feed-forward in
+    the leading dense layers, or else experts.
     """
     is_moe = config.num_experts > 0 and index >= config.num_dense_layers
     attention = WINDOWED_ATTENTION if config.has_window(index) else ATTENTION

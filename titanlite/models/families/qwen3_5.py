@@ -1,5 +1,5 @@
-"""Text models of Qwen3.5 and 3.6: Qwen3-Next's layers, dense or with experts; what its gated delta
-net projects together has a projection each.
+"""Text models of Qwen3.5 and 3.6: Qwen3-Next's layers, dense or with experts; the gated delta net
+has separate projections instead of fused ones.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,9 @@ from titanlite.models.families.qwen3_next import (
 
 
 def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Yield rows of all queries, all keys and all values; in memory they are by key head."""
+    """Yield the rows of all queries, all keys and all values; in memory rows are grouped by key
+    head.
+    """
     heads, key = config.linear_num_key_heads, config.linear_key_head_dim
     value = config.linear_num_value_heads // heads * config.linear_value_head_dim
     for start, width in ((0, key), (key, key), (2 * key, value)):
@@ -42,7 +44,7 @@ def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
 _DENSE = replace(NEXT, family="qwen3_5_text", vocab_size=248320, shared_expert_intermediate_size=0)
 _MOE = replace(_DENSE, family="qwen3_5_moe_text", shared_expert_intermediate_size=512)
 
-# The configuration has no width of dense layers, of which there are none.
+# There are no dense layers, so the configuration has no width for them.
 _NO_DENSE = {"intermediate_size": _MOE.intermediate_size}
 
 QWEN3_5 = Family(

@@ -1,8 +1,8 @@
-"""Qwen3-Next (Qwen blog, September 2025): of every four layers three have a gated delta net and the
-last one has attention with an output gate; all have experts, and a shared one with a gate.
+"""Qwen3-Next (Qwen blog, September 2025): of every four layers, three have a gated delta net, and
+the last one has attention with an output gate. All have experts, and a shared expert with a gate.
 
 Norms are zero-centred: their weights begin at 0, and 1 is added. Layers for multi-token prediction
-(`mtp.*`) are not trained; what is saved has them as they were loaded.
+(`mtp.*`) are not trained; checkpoints contain them as they were loaded.
 """
 
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ SHARED_EXPERT_KEYS = {name: name for name in ("num_experts", "shared_expert_inte
 
 
 def mixed_layer(delta: Part, config: ModelConfig, index: int) -> Layer:
-    """Return attention in each last layer of an interval, in others `delta`; and experts, if there
-    are any.
+    """Return attention in the last layer of each interval, `delta` in the others; and experts, if
+    there are any.
     """
     is_full = (index + 1) % config.full_attention_interval == 0
     mixer = ("self_attn", ATTENTION) if is_full else ("linear_attn", delta)
@@ -71,7 +71,7 @@ FIXED: Mapping[str, Any] = {
     "attention_gate": True,
     "norm_offset": 1.0,
 }
-# transformers' classes do not look at it: they have the gate.
+# transformers' classes do not read it: they always have the gate.
 HAS_GATE: Mapping[str, tuple[Any, ...]] = {"attn_output_gate": (True,)}
 HAS_INTERVAL = (
     lambda config: config.full_attention_interval > 0,
@@ -82,7 +82,8 @@ HAS_EXPERTS = (
     "num_experts ({num_experts}) is not positive; only layers with experts are supported.",
 )
 DEBUG_DELTA: Mapping[str, Any] = {
-    # The first results of a document are small: a norm with less would amplify rounding.
+    # The first results of a document are small: a norm with a smaller epsilon would amplify
+    # rounding.
     "rms_norm_eps": 1e-3,
     "partial_rotary_factor": 0.5,
     "full_attention_interval": 2,

@@ -1,4 +1,4 @@
-"""The rotary table `rope_parameters` of a config.json, as transformers' classes complete it."""
+"""The rotary table `rope_parameters` of a config.json, as completed by transformers' classes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def find_foreign(table: Mapping[str, Any]) -> list[str]:
 
 
 def find_wrong(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one message for each value of `table` that its type of scaling cannot compute with."""
+    """Yield one message for each value of `table` with which its type of scaling cannot compute."""
     needed, optional = ROPE_FIELDS.get(str(table["rope_type"]), ((), ()))
     for key in ("rope_theta", PARTIAL, *needed, *optional):
         value = table.get(key, 1.0 if key == PARTIAL else None)
@@ -47,13 +47,13 @@ def find_wrong(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
-    """Return the scaling of a table with neither foreign nor wrong values."""
+    """Return the scaling of a table without foreign or wrong values."""
     rope_type = table["rope_type"]
     if rope_type == "default":
         return None
     needed, optional = ROPE_FIELDS[rope_type]
     values = {key: table[key] for key in (*needed, *optional) if table.get(key) is not None}
-    if "truncate" in optional:  # null is false
+    if "truncate" in optional:  # null means false
         values["truncate"] = bool(table.get("truncate", True))
     return RopeScaling(rope_type, **values)
 
@@ -61,8 +61,8 @@ def read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
 def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of `scaling`.
 
-    It keeps the entries of `original` that mean nothing here, if that is of the same type; optional
-    values that are the default are written only if `original` has them.
+    It keeps entries of `original` that titanlite does not use, if that is of the same type;
+    optional values that are the default are written only if `original` has them.
     """
     rope_type = "default" if scaling is None else scaling.rope_type
     if original.get("rope_type", original.get("type", "default")) != rope_type:
@@ -91,7 +91,7 @@ def check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
         return problems
     names = _BETWEEN[scaling.rope_type]
     low, high = (getattr(scaling, name) for name in names)
-    # yarn has a step at equal ones
+    # in yarn, equal ones mean a step
     if low > high or (low == high and scaling.rope_type != "yarn"):
         problems.append(
             f"rope_scaling.{names[0]} ({low}) is not less than rope_scaling.{names[1]} ({high})."
