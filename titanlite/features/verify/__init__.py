@@ -1,6 +1,6 @@
 """Proof of what a run trained: a certificate in every checkpoint, and checks of any folder.
 
-Needs torch and safetensors alone.
+Needs only torch and safetensors.
 """
 
 from titanlite.features.verify.certificate import digest_base, read_certificate

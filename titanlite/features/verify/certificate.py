@@ -1,7 +1,6 @@
-"""The certificate of a checkpoint: what its tensors are, where they came from, and what was done
-with them.
+"""The certificate of a checkpoint: its tensors, their origin, and how the run treated them.
 
-Everything in it but `mesh` is the same on any mesh, as far as the run is: sums in another order
+All of it except `mesh` is the same on any mesh, as far as training is: sums in a different order
 change the last bits of trained weights, and so their digests.
 """
 
@@ -25,7 +24,7 @@ from titanlite.materialize.digest import MODULUS, add_up
 def read_certificate(folder: Path) -> dict[str, Any]:
     """Return the certificate in `folder`; empty without one.
 
-    Raises CheckpointError: it is damaged, or of a format that is not known here.
+    Raises CheckpointError: the certificate is damaged, or in an unknown format.
     """
     path = folder / CERTIFICATE_FILE
     found = read_json(path, f"checkpoint {folder}") if path.exists() else {"format": 1}
@@ -37,7 +36,7 @@ def read_certificate(folder: Path) -> dict[str, Any]:
 def digest_base(folder: Path, group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Return the digest of each tensor of the Hugging Face model in `folder`, by its key.
 
-    Raises CheckpointError: a rank cannot read it; on all ranks. The ranks of `group` share the
+    Raises CheckpointError, on all ranks: a rank cannot read it. The ranks of `group` share the
     work; collectives: two small ones; every rank must call.
     """
     stored = nothing = Stored({}, {})
@@ -53,13 +52,13 @@ def digest_base(folder: Path, group: dist.ProcessGroup | None = None) -> dict[st
 
 
 def spell(dtype: torch.dtype, digest: int) -> str:
-    """Return dtype and digest as they are in a certificate."""
+    """Format dtype and digest as in a certificate."""
     return f"{str(dtype).removeprefix('torch.')}:{digest % MODULUS:016x}"
 
 
 def render(
     facts: Mapping[str, Any], base: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]
 ) -> bytes:
-    """Return the file, with a line for each tensor."""
+    """Return the certificate's file, with a line for each tensor."""
     text = json.dumps({"format": 1, **facts, "tensors": rows, "base": base}, indent=1)
     return (re.sub(r"\n {3,}|\n {2}(?=[\]}])", " ", text) + "\n").encode()

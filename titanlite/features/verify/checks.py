@@ -1,5 +1,5 @@
-"""Checks of a folder of weights: what is wrong in itself, against the base, and against what its
-certificate says.
+"""Checks of a folder of weights: of the weights alone, against the base model, and against the
+certificate.
 """
 
 import math
@@ -28,14 +28,14 @@ from titanlite.checkpoint.pieces import SIDECAR_FILE
 from titanlite.features.verify.certificate import digest_base, read_certificate, spell
 from titanlite.features.verify.scan import GROUPS, PLAIN, Look, scan
 
-_FULL = {"norms", "routers, biases", "embedding"}  # adapters leave them as they are
+_FULL = {"norms", "routers, biases", "embedding"}  # groups that adapters leave unchanged
 _KEPT = ("frozen", "carried")
-_ENOUGH = 1 << 14  # elements, to tell a distribution
+_ENOUGH = 1 << 14  # elements needed to recognize a distribution
 
 
 @dataclass
 class Report:
-    """Problems, each a sentence to act on; notes; and a table of the groups."""
+    """Problems, each a sentence with a remedy; notes; and a table of the groups."""
 
     folder: str
     problems: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Report:
     table: list[tuple[str, ...]] = field(default_factory=list)
 
     def blame(self, keys: Iterable[str], sentence: str) -> None:
-        """Add a problem of `keys`, if there are any."""
+        """Add `sentence` as a problem of `keys`, if there are any."""
         names = list(dict.fromkeys(keys))
         if names:
             more = f" and {len(names) - 3} more" if names[3:] else ""
@@ -62,7 +62,7 @@ def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -
 
     Args:
         base: folder of the model that training began with.
-        frozen: pattern of the keys that training was to leave as they were.
+        frozen: pattern of the keys that training should not have changed.
     """
     report = Report(str(folder))
     is_adapter = (folder / ADAPTER_FILE).exists()
@@ -123,7 +123,7 @@ def _read(folder: Path, report: Report) -> Stored:
 
 
 def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -> None:
-    """Check what tensors say by themselves; what is as in the base is the base's."""
+    """Check the tensors alone; problems of tensors that equal the base's are the base's."""
     first: dict[int, str] = {}
     for t in tensors:
         if t.is_matrix and not (t.group == "head" and config.get("tie_word_embeddings")):

@@ -1,4 +1,4 @@
-"""The certificates of a run: every checkpoint gets one."""
+"""The certificates of a run: one in every checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,11 +28,11 @@ from titanlite.trainer import Parts
 
 
 def certify_checkpoints(parts: Parts) -> None:
-    """Make every checkpoint of the run hold its certificate; a resumed run takes over what its
-    first step and its sources were.
+    """Add a certificate to every checkpoint of the run. A resumed run keeps the recorded first step
+    and sources.
 
-    The first save digests the model that training began with: the start does not wait for that, and
-    a run in which `checkpoint.async_mode` is set does not either.
+    The first save digests the model that training began with. So the start does not wait for it,
+    and with `checkpoint.async_mode` training does not wait either.
 
     Raises CheckpointError: the certificate of the checkpoint that the run resumes from is damaged.
     Collective: every rank must call.
@@ -45,7 +45,7 @@ def certify_checkpoints(parts: Parts) -> None:
     group = parts.checkpointer.group
     entries = {entry.fqn: entry for entry in parts.plan.entries}
     origin = base_model_of(path)
-    # what is chosen for the GPUs names the mesh
+    # settings that are chosen for the GPUs are recorded with the mesh
     identity = {
         key: value
         for key, value in get_identity(job).items()

@@ -1,7 +1,7 @@
-"""One pass over the stored tensors of a folder, and of the one that training began with.
+"""One pass over the stored tensors of a folder, and of the model that training began with.
 
-Streams: a thread holds 1 MiB of each folder at a time, and does all with it while it is in the
-cache.
+Tensors are streamed: a thread holds 1 MiB of each folder at a time, and computes all facts while it
+is in the cache.
 """
 
 import math
@@ -24,7 +24,7 @@ PLAIN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _SAMPLE = 1 << 16
 
 
-# A tensor belongs to the first group whose pattern its key has.
+# A tensor belongs to the first group whose pattern matches its key.
 GROUPS = {
     "norms": "norm",
     "routers, biases": r"(gate|router)\.|bias$",
@@ -41,19 +41,19 @@ class Look:
     """Facts of a stored tensor, or of an expert in it.
 
     Attributes:
-        place: words of the stored tensor before it.
-        compared: the base has it, too.
-        digest, base_digest: summands; the second is of the tensor of the same key and shape in the
-            base.
+        place: 64-bit words of the stored tensor before this part.
+        compared: True if the base has it too.
+        digest, base_digest: summands of the digests; the second is of the base's tensor with the
+            same key and shape.
         finite: no element is NaN or infinite.
         varied: its elements differ, within 1 MiB.
-        exact: its first float32 elements have more bits than 16.
+        exact: its first float32 elements have more than 16 bits.
         distance, extent: squared norms of the difference from the base, and of the base, of the
             first 65,536 elements of each MiB.
         power, fourth: mean square, and mean fourth power, of the first 65,536 elements.
-        dtype, before, row: as in a certificate: that of the tensor, its digest in the base, and all
-            that is known of it; `scan` leaves them empty.
-        is_kept: it is as in the base.
+        dtype, before, row: as in a certificate: the tensor's dtype, its digest in the base, and its
+            whole entry; `scan` leaves them empty.
+        is_kept: True if it equals the base's tensor.
     """
 
     key: str
@@ -76,7 +76,7 @@ class Look:
 
     @property
     def own(self) -> int:
-        """Digest of its bits, wherever they are."""
+        """Digest of its bits, independent of its position."""
         return self.digest * shift(-self.place) % MODULUS
 
     @property
@@ -93,16 +93,18 @@ class Look:
         return math.sqrt(self.distance / self.extent) if self.extent else 0.0
 
     def is_normal(self, deviation: float) -> bool:
-        """Return True if the sample is as of a normal distribution around 0, within 5 %."""
+        """Return True if the sample looks like a normal distribution around 0 with standard
+        deviation `deviation`, to a tolerance of 5 percent.
+        """
         squares = (self.power, deviation**2), (self.fourth, 3 * self.power**2)
         return all(math.isclose(value, wanted, rel_tol=0.05) for value, wanted in squares)
 
 
 def scan(stored: Stored, base: Stored) -> dict[str, list[Look]]:
-    """Read every tensor of `stored` once, and of `base` those with the same key and shape. Experts
-    that are stored in one tensor have a look each.
+    """Read every tensor of `stored` once, and the tensors of `base` with the same key and shape.
+    Experts that are stored in one tensor have separate entries.
 
-    Raises CheckpointError: a file cannot be read, or is not as its header said.
+    Raises CheckpointError: a file cannot be read, or does not match its header.
     """
     found = {key: list[Look]() for key in stored.tensors}
     jobs = []
