@@ -1,7 +1,7 @@
-"""Tensor operations: pure functions of tensors, no modules, no collectives, no knowledge of any
+"""Tensor operations: pure functions of tensors, without modules, collectives or knowledge of any
 model.
 
-A function that needs a collective (vocabulary-parallel cross entropy) takes it as a callable.
+A function that needs a collective (vocabulary-parallel cross entropy) gets it as a callable.
 """
 
 from titanlite.ops.cross_entropy import IGNORE_INDEX, VocabShard, linear_cross_entropy

@@ -1,8 +1,8 @@
 """A step of AdamW (arXiv:1711.05101) whose results in bfloat16 are rounded stochastically: up or
 down with the probabilities that make the mean exact (arXiv:2010.06192).
 
-The random bits are a hash of a key, the parameter's step and the element's place in the whole
-tensor. So a shard rounds as the whole does, on any mesh and after a resume.
+The random bits are a hash of a key, the parameter's step and the element's position in the whole
+tensor. So a shard is rounded as in the whole tensor, on any mesh and after a resume.
 
 Shapes: R rows, C columns.
 """
@@ -14,9 +14,9 @@ import torch
 
 from titanlite.ops.kernels import define_operator, has_triton
 
-_AT_ONCE = 1 << 18  # elements; more leave the caches of a CPU core
+_AT_ONCE = 1 << 18  # elements; more do not fit the caches of a CPU core
 _LOW = 0xFFFF
-STEP_FACTOR, HIGH_FACTOR = 0x9E3779B1, 0x85EBCA6B  # odd, and without a pattern in their bits
+STEP_FACTOR, HIGH_FACTOR = 0x9E3779B1, 0x85EBCA6B  # odd, with irregular bits
 FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B  # of `lowbias32` (Wellons, 2018)
 
 
@@ -54,9 +54,10 @@ def adamw_rounded(
 
     Args:
         step: number of this step, counted from 1, a scalar.
-        found_inf: 1.0: nothing changes.
-        key: of the parameter, int32.
-        first: place of the first element in the whole tensor; `row`: from one row to the next.
+        found_inf: 1.0 means that nothing changes.
+        key: the parameter's key, int32.
+        first: position of the first element in the whole tensor; `row`: distance from one row to
+            the next.
     """
     tensors = (param_RC, grad_RC, exp_avg_RC, exp_avg_sq_RC)
     if has_triton(param_RC.device):
@@ -83,8 +84,8 @@ def _step_chunk(
     first: int,
     row: int,
 ) -> None:
-    # One rounded operation at a time: fused ones would round vectors and their last elements, and
-    # so a shard and the whole, differently.
+    # One rounded operation at a time: fused operations would round vectors and their last elements
+    # differently, and so also a shard and the whole tensor.
     param, grad, mean, square = (
         tensor.float() for tensor in (param_RC, grad_RC, exp_avg_RC, exp_avg_sq_RC)
     )
@@ -102,7 +103,7 @@ def _step_chunk(
 
 
 def random_bits(places: torch.Tensor, key: Sequence[int], count: int) -> torch.Tensor:
-    """Return 32 bits, int32, for each place (int64) in the tensor that `key` stands for."""
+    """Return 32 bits, int32, for each position (int64) in the tensor that `key` identifies."""
     scalars = torch.tensor([_signed(key[0] + count * STEP_FACTOR), _signed(key[1])])
     salt = _mix(scalars.to(places.device, torch.int32))
     mixed = _mix(places.to(torch.int32) ^ salt[0])
@@ -126,7 +127,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _write(out: torch.Tensor, values: torch.Tensor, bits: torch.Tensor) -> None:
-    """Write float32 `values` to `out`, to bfloat16 rounded by 16 random bits."""
+    """Write float32 `values` to `out`; bfloat16 is rounded with 16 random bits."""
     if out.dtype == torch.bfloat16:
         values = ((values.view(torch.int32) + bits) & ~_LOW).view(torch.float32)
     out.copy_(values)

@@ -24,7 +24,7 @@ def _mix(bits, ONE: tl.constexpr, TWO: tl.constexpr):
 @triton.jit
 def _write(pointer, place, mask, value, bits):
     if pointer.dtype.element_ty == tl.bfloat16:
-        # what is left of the fraction is that of a bfloat16: the cast is exact
+        # the lower 16 bits are zero now, so the cast to bfloat16 is exact
         raw = (value.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         value = raw.to(tl.float32, bitcast=True)
     tl.store(pointer + place, value.to(pointer.dtype.element_ty), mask=mask)
@@ -32,12 +32,12 @@ def _write(pointer, place, mask, value, bits):
 
 @triton.jit
 def _one_minus_exp(x):
-    """Return 1 - exp(x) for x < 0, without cancellation where it is small."""
+    """Return 1 - exp(x) for x < 0, without cancellation for small x."""
     small = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
     return tl.where(x > -0.25, small, 1 - tl.exp(x))
 
 
-# Specialized, it would be compiled again for some keys and places.
+# Specialized, it would be compiled again for some keys and positions.
 @triton.jit(do_not_specialize=["N", "C", "first", "row", "key0", "key1"])
 def adamw_kernel(
     param_ptr,
@@ -68,7 +68,9 @@ def adamw_kernel(
     WHOLE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Step N elements in rows of C, which lie `row` apart in the whole tensor from `first` on."""
+    """Step N elements in rows of C, which are `row` apart in the whole tensor, beginning at
+    `first`.
+    """
     if found_inf_ptr is not None:  # noqa: SIM102  constant: without a pointer nothing is loaded
         if tl.load(found_inf_ptr) != 0.0:
             return
@@ -88,7 +90,7 @@ def adamw_kernel(
     if WHOLE_ROWS:
         whole = first + place
     else:
-        # 64-bit division of vectors would take as long as the memory
+        # a 64-bit division of vectors would take as long as the memory access
         column = (start % C).to(tl.int32) + inside
         whole = first + (start // C + column // C) * row + column % C
     steps = count.to(tl.int64).to(tl.uint32) * tl.full((), STEP, tl.uint32)
@@ -114,7 +116,7 @@ def adamw_rounded(
     first: int,
     row: int,
 ) -> None:
-    """Launch the kernel; the operator's arguments."""
+    """Launch the kernel with the operator's arguments."""
     lr, beta1, beta2, eps, weight_decay = rates
     numbers = [lr, 1 - lr * weight_decay]
     for beta in (beta1, beta2):

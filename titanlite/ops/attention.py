@@ -1,11 +1,11 @@
-"""Causal attention over packed documents, also in sliding windows and with sinks: one mask per
-forward and window, shared by all its layers, and two backends.
+"""Causal attention over packed documents, optionally in sliding windows and with sinks: one mask
+per forward and window, shared by all its layers, and two backends.
 
-A window of W tokens are the query's own and the W - 1 before it. A sink (arXiv:2309.17453) is a
-learned score of each query head that takes part in the softmax and has no value.
+A window of W tokens contains the query's own and the W - 1 before it. A sink (arXiv:2309.17453) is
+a learned score of each query head that takes part in the softmax and has no value.
 
-Shapes: B batch, S sequence, T keys, H query heads, G key/value heads, R = H / G, K width of
-a query or key head, V <= K of a value head.
+Shapes: B batch, S sequence, T keys, H query heads, G key/value heads, R = H / G, K width of a query
+or key head, V <= K of a value head.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from titanlite.ops.kernels import find_stand_in, kernel_device, operator
 
 AttentionBackend = Literal["sdpa", "varlen"]
-# The kernel always takes grouped heads; torch 2.12 and newer want that stated.
+# The kernel always accepts grouped heads; torch 2.12 and newer require an argument for them.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -29,22 +29,23 @@ _GROUPED: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of all layers with one window; made once per forward by `build_attention_mask`.
+    """The mask of all layers with one window; built once per forward by `build_attention_mask`.
     Without tensors it is plain causal.
     """
 
-    # `sdpa`: bool, True where query s may see key t; on CUDA what is added to scores, 0 or -inf.
-    # With sinks, T = S + 1: the first key is the sink.
+    # `sdpa`: bool, True where query s may see key t; on CUDA the addend of scores, 0 or -inf. With
+    # sinks, T = S + 1: the first key is the sink.
     allowed_B1ST: torch.Tensor | None = None
-    starts_N1: torch.Tensor | None = None  # `varlen`: what `find_starts` gives
-    window: int = 0  # keys that a query sees at most, its own included; 0: no limit
+    starts_N1: torch.Tensor | None = None  # `varlen`: the result of `find_starts`
+    window: int = 0  # the most keys that a query sees, including its own; 0: no limit
 
 
 def leave_out_cudnn() -> None:
     """Disable cuDNN's attention in this process.
 
     torch 2.11 and newer prefer it on H100 and later. With a mask its backward can give NaN
-    (pytorch#196678), and generating costs a plan, tens of milliseconds, per new number of keys.
+    (pytorch#196678), and in generation each new number of keys costs it a plan, tens of
+    milliseconds.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -60,19 +61,19 @@ def build_attention_mask(
     has_sinks: bool = False,
 ) -> AttentionMask:
     """Build the mask for causal attention inside documents: query s sees key t if t <= s, both are
-    of one document and, with a window, s - t is less than that.
+    in the same document and, with a window, s - t is less than `window`.
 
     Args:
         document_ids_BS: (B, S) int64 document of each token, or None for one document per row.
-            Padding has id -1:
-            padded positions see one another and nothing else, so that no softmax row is empty.
-        backend: `sdpa` makes a (B, 1, S, S) mask; `varlen` needs to know where documents begin:
-            each ends where its run of tokens does.
-        dtype: of the queries.
-        starts_N1: what `find_starts` gave; None: `varlen` calls it, which waits for the device.
-        window: tokens that a query sees; 0: all.
-        tokens_BS: needed without documents, if there are a window or sinks.
-        has_sinks: `attention` gets sinks.
+            Padding has id -1: padded positions see each other and nothing else, so that no softmax
+            row is empty.
+        backend: `sdpa` builds a (B, 1, S, S) mask; `varlen` needs the starts of documents: each one
+            ends where its run of tokens does.
+        dtype: dtype of the queries.
+        starts_N1: result of `find_starts`; None: `varlen` calls it, which waits for the device.
+        window: number of tokens that a query sees; 0: all.
+        tokens_BS: needed without documents, if there is a window or there are sinks.
+        has_sinks: True if `attention` gets sinks.
     """
     if document_ids_BS is None:
         if not has_sinks and (not window or tokens_BS is None or tokens_BS.shape[1] <= window):
@@ -84,7 +85,7 @@ def build_attention_mask(
         return mask
     if backend == "varlen":
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
-        # Or a layer would be compiled again for another number of documents.
+        # Otherwise a layer would be compiled again for another number of documents.
         torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
         return AttentionMask(starts_N1=starts_N1, window=window)
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
@@ -94,7 +95,7 @@ def build_attention_mask(
     if has_sinks:
         allowed_B1ST = F.pad(allowed_B1ST, (1, 0), value=True)
     if kernel_device(document_ids_BS.device) == "cuda":
-        # Given a bool mask, torch makes this of it in every layer, and keeps each until backward.
+        # From a bool mask, torch makes this one in every layer, and saves each for backward.
         bias_B1ST = torch.zeros(allowed_B1ST.shape, dtype=dtype, device=allowed_B1ST.device)
         allowed_B1ST = bias_B1ST.masked_fill_(allowed_B1ST.logical_not(), float("-inf"))
     return AttentionMask(allowed_B1ST, window=window)
@@ -108,10 +109,10 @@ def attention(
     scale: float,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with grouped key/value heads, and a sink for each query head; returns (B, S, H, V).
+    """Attend with grouped key/value heads, and a sink for each query head; return (B, S, H, V).
 
     H must be a multiple of G: query head h reads key/value head h // (H / G). With sinks, `mask`
-    must be made for them.
+    must have been built for them.
     """
     if mask.starts_N1 is not None:  # of `varlen`
         return varlen_attention(q_BSHK, k_BSGK, v_BSGV, mask.starts_N1, scale, mask.window, sinks_H)
@@ -122,9 +123,9 @@ def attention(
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     no_flash = mask.allowed_B1ST is not None or q_BHSK.dtype == torch.float32
     if grouped and no_flash and kernel_device(q_BHSK.device) == "cuda":
-        # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads the
-        # memory-efficient one: what is left keeps the float32 scores of every layer. Repeated heads
-        # cost little in comparison.
+        # On CUDA a mask, or float32, rules out the flash kernel, and grouped heads rule out the
+        # memory-efficient one. The remaining kernel stores the float32 scores of every layer, so
+        # repeated heads cost little in comparison.
         repeats = q_BHSK.shape[1] // k_BGSK.shape[1]
         k_BGSK, v_BGSV = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSK, v_BGSV))
         grouped = False
@@ -140,11 +141,12 @@ def attention(
 def _with_sink_key(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, products_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put a key without a value before all others, whose product with the queries of a head is
-    given.
+    """Add a key without a value before all others, with the given dot products with each head's
+    queries.
 
-    It is 1 in a dim of its own, where queries have the product. Values get the width of keys, and
-    all of them a multiple of 8 if they had it: fused kernels want both.
+    The key is 1 in an additional dim, in which queries have the dot product. Values get the width
+    of keys; all widths are padded to a multiple of 8 if they were one, as fused kernels require
+    both.
     """
     batch, size, heads, width = q_BSHK.shape
     products_BSH1 = products_H.to(q_BSHK.dtype).view(heads, 1).expand(batch, size, heads, 1)
@@ -155,7 +157,7 @@ def _with_sink_key(
 
 
 def find_starts(document_ids_BS: torch.Tensor) -> torch.Tensor:
-    """Return where each run of tokens of one document begins among B x S tokens, and B x S: (N +
+    """Return the start of each run of tokens of one document among B x S tokens, and B x S: (N +
     1,) int32.
 
     Waits for a CUDA device.
@@ -175,16 +177,16 @@ def varlen_attention(
     window: int = 0,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally in each document by FlashAttention (arXiv:2307.08691), (B, S, H, V), in
-    two-byte floats.
+    """Attend causally in each document with FlashAttention (arXiv:2307.08691); return (B, S, H, V),
+    in two-byte floats.
     """
-    width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # it knows one width
+    width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # of one width
     v_BSGK = F.pad(v_BSGV, (0, missing)) if missing else v_BSGV
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
-    # The longest document's length would cost a wait for the device; blocks after a document's end
+    # Finding the longest document's length would wait for the device; blocks after a document's end
     # stop at once anyway.
     bound = q_BSHK.shape[1]
-    window_size = window - 1, 0  # neighbours before the query, -1: all
+    window_size = window - 1, 0  # keys before and after the query; -1: all
     if sinks_H is None:
         out_THK = varlen_attn(
             q_THK,
@@ -243,8 +245,8 @@ def sink_attention(
     """Return FlashAttention's result over documents with a sink in each head's softmax, (T, H, K),
     and the logarithms of its sums, (H, T).
 
-    A sink divides all of a query's weights by the same number: the kernel's result is rescaled. Its
-    backward takes weights from the logarithm of their sum, so that given the new one it computes
+    A sink divides all weights of a query by the same number, so the kernel's result is rescaled.
+    Its backward computes weights from the logarithm of their sum: given the new one, it computes
     the gradients of the new softmax.
     """
     window = list(window_size)

@@ -20,14 +20,15 @@ def causal_conv(
     """Return `silu(sum over i of weight[:, W - 1 - i] * x[t - i])`, over tokens of the document of
     t, (B, S, D).
 
-    Sums are float32 or wider, and rounded once to the dtype of x. Kept for backward: the arguments.
+    Sums are float32 or wider, and rounded once to the dtype of x. Saved for backward: the
+    arguments.
 
     Args:
         x_BSD: inputs.
-        weight_DW: taps, the last of which is that of the token itself.
+        weight_DW: taps; the last one is that of the token itself.
         document_ids_BS: integers; None: one document per row.
-        before_BLD: inputs before the row, of the document of its first token (`last_inputs`); None:
-            there are none.
+        before_BLD: inputs before the row, in the document of its first token (`last_inputs`); None
+            if there are none.
     """
     if before_BLD is None:
         return _CausalConv.apply(x_BSD, weight_DW, document_ids_BS)
@@ -40,8 +41,8 @@ def causal_conv(
 
 
 def last_inputs(x_BSD: Tensor, before_BLD: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the last L inputs of each row of `lengths` tokens, (B, L, D), for the row to go on
-    from; `before` are those before the row, zeros if there are none.
+    """Return the last L inputs of each row of `lengths` tokens, (B, L, D), with which the row can
+    be continued. `before` are the inputs before the row, zeros if there are none.
     """
     places_BL = lengths_B[:, None] + torch.arange(before_BLD.shape[1], device=x_BSD.device)
     joined = torch.cat([before_BLD, x_BSD], 1)
@@ -83,7 +84,7 @@ def _convolve(x: Tensor, taps: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def _mask(x: Tensor, documents: Tensor | None, distance: int) -> Tensor:
-    """Zero what is of another document than the token at that distance."""
+    """Set inputs to zero if the token at that distance is in a different document."""
     if documents is None:
         return x
     return x * (documents[:, distance:] == documents[:, :-distance])[..., None]

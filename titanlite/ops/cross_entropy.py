@@ -1,12 +1,13 @@
-"""Chunked linear cross entropy: output projection and loss in one, so that full logits never exist.
+"""Chunked linear cross entropy: output projection and loss in one, so that full logits are never
+materialized.
 
 For Qwen3 (V = 151,936) and 16,384 tokens, float32 logits and their gradient would take 20 GB. Here
 a chunk of tokens is projected, its loss and its gradients are computed at once, and the logits are
-dropped. Two operators do what comes between the products, on logits in the model's dtype; on CUDA
-they are kernels (`kernels_triton.py`).
+freed. Two operators do the work between the matmuls, on logits in the model's dtype; on CUDA they
+are kernels (`kernels_triton.py`).
 
-Losses per token (`reduction="none"`) have an upstream gradient each, unknown in forward: only the
-logarithm of the softmax's denominator is kept, and backward projects every chunk again.
+Losses per token (`reduction="none"`) have one upstream gradient each, unknown in forward: only the
+logarithm of the softmax's denominator is saved, and backward projects every chunk again.
 
 Shapes: T tokens, C tokens of a chunk, D width, V vocabulary rows of this rank.
 """
@@ -28,12 +29,10 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The vocabulary rows that this rank holds, and two all-reduces over the ranks that hold the
-    others.
-    """
+    """The vocabulary rows of this rank, and two all-reduces over the ranks with the other rows."""
 
     start: int  # first row of this rank's weight
-    vocab_size: int  # rows of all ranks together
+    vocab_size: int  # number of rows on all ranks together
     reduce_max: Callable[[Tensor], Tensor]  # of (C,), out of place
     reduce_sum: Callable[[Tensor], Tensor]  # of (2, C), out of place
 
@@ -50,8 +49,8 @@ def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     """Return the factor of each token's loss, whether its label is a column of this rank, and which
     one.
 
-    The factor is 1, 0 without a label, and NaN outside the vocabulary: a plausible number would
-    hide that.
+    The factor is 1, or 0 without a label, or NaN for a label outside of the vocabulary: a plausible
+    number would hide that.
     """
     valid_C = labels_C != IGNORE_INDEX
     start, vocab_size = (
@@ -104,13 +103,13 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
 def softmax_gradient_(
     logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor
 ) -> None:
-    """Write exp(logit - shift) * scale, minus `hit` in `column`, over `logits` (C, V); the others
-    are (C,), wide.
+    """Overwrite `logits` (C, V) by exp(logit - shift) * scale, minus `hit` in `column`; the other
+    arguments are (C,), wide.
     """
     if _use_kernels(logits):
         get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
         return
-    wide = logits.to(_wide(logits))  # the logits themselves, if they are wide
+    wide = logits.to(_wide(logits))  # the same tensor, if the logits are wide
     wide.sub_(shift.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)).scatter_add_(
         -1, column, -hit.unsqueeze(-1)
     )
@@ -133,7 +132,7 @@ def _chunks(
 
 
 class _Gradients:
-    """Gradients of hidden states and weight, chunk by chunk; None for what needs none."""
+    """Gradients of hidden states and weight, summed chunk by chunk; None if not needed."""
 
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, needed: Sequence[bool]) -> None:
         self._hidden_TD, self._weight_VD = hidden_TD, weight_VD
@@ -141,10 +140,10 @@ class _Gradients:
         self.weight = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if needed[1] else None
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
-        """Add a chunk's, from the gradient of its logits."""
+        """Add a chunk's gradients, from the gradient of its logits."""
         if self.hidden is not None:
             torch.mm(grad_CV, self._weight_VD, out=self.hidden[rows])
-        # the sum of chunks in float32, or small gradients drown in bfloat16's 8 bits
+        # chunks are summed in float32: in bfloat16's 8 bits small gradients would be lost
         if self.weight is not None:
             sum_over_rows(grad_CV, self._hidden_TD[rows], self.weight, accumulate=True)
 
@@ -171,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:
         dhidden_TD, dweight_VD = ctx.saved_tensors
         if dhidden_TD is not None:
-            # As a matrix the factor stays float32; a scalar would be rounded to bfloat16 first, up
+            # As a matrix, the factor stays float32; a scalar would first be rounded to bfloat16, up
             # to 0.4 % off.
             dhidden_TD = torch.mul(dhidden_TD, dloss.view(1, 1), out=torch.empty_like(dhidden_TD))
         if dweight_VD is not None:
@@ -207,7 +206,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
         for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(
             hidden_TD, weight_VD, labels_T, *ctx.others
         ):
-            # The denominator is that of the whole vocabulary already: no collective.
+            # The denominator is already that of the whole vocabulary: no collective.
             shift_C, scale_C, hit_C = (
                 logsumexp_T[rows],
                 factor_C * dloss_T[rows],
@@ -232,18 +231,19 @@ def linear_cross_entropy(
 
     Args:
         hidden_TD: (T, D) hidden states, any float dtype.
-        weight_VD: (V, D) output projection, same dtype; with `shard`, this rank's rows only.
-        labels_T: (T,) int64 ids of the whole vocabulary; IGNORE_INDEX (-100) leaves a token out.
+        weight_VD: (V, D) output projection, same dtype; with `shard`, only this rank's rows.
+        labels_T: (T,) int64 ids of the whole vocabulary; tokens with IGNORE_INDEX (-100) do not
+            count.
         chunk_tokens: tokens projected at once; peak memory is about 2 * chunk_tokens * V floats, on
-            CUDA a chunk's logits in the dtype of `hidden_TD`. 0: 4096 with the kernels, for every
-            chunk reads the weight, and 1024 without and for functions as `reduction`, which may
-            make more of the logits.
-        shard: set when the vocabulary is split over ranks. Collectives: two per chunk; all ranks
-            hold the same tokens. The result is the full loss on every rank; the gradient of
-            `hidden_TD` is this rank's part of a sum.
-        reduction: "sum", a scalar, or "none", (T,), 0 where a token has no label: a third more
+            CUDA a chunk's logits in the dtype of `hidden_TD`. 0 means 4096 with the kernels,
+            because every chunk reads the weight; otherwise, and for functions as `reduction`, which
+            may make more tensors of that size, 1024.
+        shard: set if the vocabulary is split over ranks. Collectives: two per chunk; all ranks hold
+            the same tokens. The result is the full loss on every rank; the gradient of `hidden_TD`
+            is this rank's part of a sum.
+        reduction: "sum", a scalar, or "none", (T,), with 0 for tokens without a label: a third more
             work, and their gradient must be the same on all ranks of `shard`. A function of the
-            first five arguments takes the place of the cross entropy.
+            first five arguments replaces the cross entropy.
     """
     chunk_tokens = chunk_tokens or (
         4096 if _use_kernels(hidden_TD) and not callable(reduction) else 1024
@@ -252,7 +252,7 @@ def linear_cross_entropy(
         return reduction(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
     if reduction == "none":
         return _TokenCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)
-    # the function itself cannot tell: inside its forward they are always off
+    # checked here, because gradients are always disabled inside the function's forward
     if not torch.is_grad_enabled():
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, chunk_tokens, shard)

@@ -1,11 +1,11 @@
 """From the projection of a gated delta net to queries, keys and values: convolution, SiLU, and
 norms.
 
-With the kernels (`delta_inputs_triton.py`) it is one pass each way, which reads the projection
-where it is; with torch's operators it is composed of `causal_conv` and `l2_norm`.
+With the kernels (`delta_inputs_triton.py`) forward and backward are one pass each, which reads the
+projection in place; with torch's operators they are composed of `causal_conv` and `l2_norm`.
 
-Shapes: B batch, S sequence, H key heads, K width of a key, R V of the values of a key head,
-J = 2 K + R V, W taps.
+Shapes: B batch, S sequence, H key heads, K width of a key, R V of the values of a key head, J = 2 K
++ R V, W taps.
 """
 
 from typing import Any
@@ -48,16 +48,16 @@ def delta_inputs(
     value_width: int,
     backend: DeltaBackend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, normalized and times K ** -0.5, and keys, normalized, (B, S, H, K), and
-    values (B, S, G, V), all of the `causal_conv` of x in documents.
+    """Return queries, normalized and times K ** -0.5, keys, normalized, (B, S, H, K), and values
+    (B, S, G, V), all from the `causal_conv` of x in documents.
 
     Args:
         x_BSHJ: query, key and values of each key head.
-        taps_HJW: taps of each of them.
+        taps_HJW: taps for each of them.
         document_ids_BS: integers; None: one document per row.
         key_width: K.
         value_width: V.
-        backend: as that of `gated_delta_rule`; "fla" has none, and torch's operators are taken.
+        backend: as in `gated_delta_rule`; for "fla", torch's operators are used.
     """
     chosen = choose_backend(backend, x_BSHJ.device, x_BSHJ.dtype, key_width, value_width)
     if chosen == "triton" and taps_HJW.dtype == x_BSHJ.dtype:

@@ -1,9 +1,9 @@
 """Triton kernels of `delta_inputs.py`, forward and backward, with their launchers.
 
-A program has some tokens and one block of columns of a key head: its query, its key, or as many of
-its values. Backward computes again the sums of every token that reads its own: nothing of the size
-of the inputs goes through memory between two kernels. The gradient of the taps is the sum of parts,
-one of each program, in order.
+A program has some tokens and one block of a key head's columns: its query, its key, or a part of
+its values with the same width. Backward recomputes the sums of every token that reads its own, so
+no tensor of the inputs' size goes through memory between two kernels. The gradient of the taps is
+the sum of parts, one of each program, in order.
 
 Shapes: B batch, S sequence, H key heads, K width of a key, J inputs of a key head, W taps.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from titanlite.ops.launchers import cdiv, device_of
 
-TOKENS = 32  # of one program
-WARPS, BACKWARD_WARPS = 4, 8  # with 4, backward spills 0.6 KB of registers per thread
+TOKENS = 32  # tokens of one program
+WARPS, BACKWARD_WARPS = 4, 8  # with 4 warps, backward spills 0.6 KB of registers per thread
 
 
 @triton.jit
 def _place(x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT):
-    """Return a program's row, head, block, tokens and columns, and where inputs and taps of its
-    head begin, and the documents of its row.
+    """Return a program's row, head, block, tokens and columns, the starts of its head's inputs and
+    taps, and its row's documents.
     """
     block, program = tl.program_id(1), tl.program_id(2)
     b, head = (program // H).to(tl.int64), program % H
@@ -36,7 +36,7 @@ def _place(x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT
 
 @triton.jit
 def _result(q_ptr, k_ptr, v_ptr, b, head, block, t, columns, S, H, J, K):
-    """Return where the result of these columns is, in the queries, keys or values."""
+    """Return the position of the result for these columns, in the queries, keys or values."""
     pointer = q_ptr
     if block == 1:
         pointer = k_ptr
@@ -48,7 +48,7 @@ def _result(q_ptr, k_ptr, v_ptr, b, head, block, t, columns, S, H, J, K):
 
 @triton.jit
 def _read(x, documents, t, i, columns, S, J, stride):
-    """Load the inputs i tokens before t, float32 (BT, K); zeros where they are of another document
+    """Load the inputs i tokens before t, float32 (BT, K); zeros if they are in a different document
     than t.
     """
     seen = (t < S) & (t >= i)
@@ -98,7 +98,7 @@ def delta_inputs_kernel(
     K: tl.constexpr,
     BT: tl.constexpr,
 ):
-    """Write silu(convolution), normalized if it is of queries or keys."""
+    """Write silu(convolution), normalized for queries and keys."""
     b, head, block, t, columns, x, taps, documents = _place(
         x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT
     )
@@ -139,7 +139,7 @@ def delta_inputs_backward_kernel(
     real = (columns < J)[None, :]
     here = tl.load(documents + t, mask=t < S, other=0)
     dx = 0.0
-    for i in tl.static_range(W):  # of the token that reads t as its i-th
+    for i in tl.static_range(W):  # gradient of the token that reads t as its i-th
         reader = t + i
         total = _convolve(x, taps, documents, reader, columns, S, J, stride_t, W)
         sigmoid = tl.sigmoid(total)

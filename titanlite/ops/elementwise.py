@@ -1,9 +1,9 @@
 """RMSNorm (arXiv:1910.07467), SwiGLU (arXiv:2002.05202), and rotary positions (arXiv:2104.09864) in
 two halves.
 
-Where `takes_kernels` says so, a norm with the addition before it, with the gate after it, or with
-the rotation after it is one kernel each way (`elementwise_triton.py`), and so is SwiGLU of two
-tensors. Elsewhere they are composed.
+If `takes_kernels` is True, a norm together with the addition before it, the gate after it, or the
+rotation after it is one kernel in forward and one in backward (`elementwise_triton.py`); so is
+SwiGLU of two tensors. Otherwise they are composed of torch's operators.
 
 Shapes: D width, R rows of SwiGLU, I its inner width; B batch, S sequence, H heads, K head width, R
 <= K rotated part.
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.ops.kernels import define_operator, differentiate, like
 from titanlite.ops.matmul import resolve_backend
 
-if TYPE_CHECKING:  # operators need nothing but torch and triton
+if TYPE_CHECKING:  # operators import only torch and triton
     from titanlite.config.model import RopeScaling
 
 
@@ -80,8 +80,8 @@ _swiglu_apart = differentiate(
 
 
 def takes_kernels(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Return True if titanlite's kernels serve `x` and `others`, all of one dtype. Compiled code
-    fuses these operations by itself.
+    """Return True if titanlite's kernels support `x` and `others`, all of one dtype. In compiled
+    code torch fuses these operations itself.
     """
     if torch.compiler.is_compiling() or any(t is not None and t.dtype != x.dtype for t in others):
         return False
@@ -96,7 +96,7 @@ def rms_norm(
     """
     if not offset:
         return F.rms_norm(x, (x.shape[-1],), weight_D, eps)
-    # bfloat16 has nothing between 1 and 1.008
+    # bfloat16 has no value between 1 and 1.008
     wide = torch.promote_types(x.dtype, torch.float32)
     return rms_norm(x.to(wide), weight_D.to(wide) + offset, eps).to(x.dtype)
 
@@ -149,8 +149,8 @@ def gated_rms_norm(
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x (B, S, heads, ...), copied if its tokens have no common stride, or heads inside of
-    it are not contiguous.
+    """Return x (B, S, heads, ...), copied if its tokens have no common stride, or if heads are not
+    contiguous inside of it.
     """
     has_rows = x.stride(0) == x.shape[1] * x.stride(1) and x[0, 0, 0].is_contiguous()
     return x if has_rows else x.contiguous()
@@ -183,7 +183,8 @@ class _SwiGLU(torch.autograd.Function):
         if weight_R is not None:
             if ctx.needs_input_grad[1]:
                 dweight_R = a_RI.mul_(da_RI).sum(dim=-1, dtype=weight_R.dtype)
-            # Products with the weight in float32 as in forward, stored in dh's dtype.
+            # As in forward, products with the weight are computed in float32; they are stored in
+            # dh's dtype.
             dup_RI.mul_(weight_R.unsqueeze(-1))
             da_RI.mul_(weight_R.unsqueeze(-1))
         torch.ops.aten.silu_backward.grad_input(da_RI, gate_RI, grad_input=dgate_RI)
@@ -195,11 +196,11 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
     `gate_up_R2I` (..., 2 I).
 
     `weight_R` (...,), float32 or the dtype of gate_up, is a factor per row (the router's weight of
-    a routed row), or None. Kept for backward: the arguments, nothing of size I.
+    a routed row), or None. Saved for backward: the arguments, and no tensor of size I.
     """
     if torch.compiler.is_compiling():
-        # Traced, torch fuses it and keeps the same for backward; writing into parts of a tensor is
-        # a graph break.
+        # When traced, torch fuses it and saves the same for backward; writing into parts of a
+        # tensor is a graph break.
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)
@@ -207,7 +208,7 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
 
 
 def swiglu_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` of two tensors. Kept for backward: both."""
+    """Return `silu(gate) * up` of two tensors. Saved for backward: both."""
     if takes_kernels(gate, up):
         return _swiglu_apart(gate.contiguous(), up.contiguous())
     return swiglu(torch.cat([gate, up], dim=-1))
@@ -245,9 +246,10 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 def clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
     """Return `gate * sigmoid(1.702 gate) * (up + 1) * weight` (..., I), of gates up to 7 and ups
-    from -7 to 7 (arXiv:2508.10925). Columns of `gate_up_R2I` (..., 2 I) are gate and up in turn.
+    from -7 to 7 (arXiv:2508.10925). Columns of `gate_up_R2I` (..., 2 I) alternate between gate and
+    up.
 
-    `weight_R` (...,) is a factor per row, as in `swiglu`. Kept for backward: the arguments.
+    `weight_R` (...,) is a factor per row, as in `swiglu`. Saved for backward: the arguments.
     """
     return _ClampedSwiGLU.apply(gate_up_R2I, weight_R)
 
@@ -258,11 +260,11 @@ def inverse_frequencies(
     """Compute the rotary frequencies (rotary_dim / 2,), float32 on CPU, from the configuration
     alone.
 
-    `linear` divides all by the factor. `llama3` keeps wavelengths below original /
-    high_freq_factor, divides those above original / low_freq_factor, and blends in between. `yarn`
-    (arXiv:2309.00071, section 3.2) keeps frequencies that turn more than beta_fast times in the
-    original length, divides those that turn less than beta_slow times, and blends in between,
-    evenly from frequency to frequency.
+    `linear` divides all frequencies by the factor. `llama3` keeps those with wavelengths below
+    original / high_freq_factor, divides those with wavelengths above original / low_freq_factor,
+    and blends in between. `yarn` (arXiv:2309.00071, section 3.2) keeps frequencies that turn more
+    than beta_fast times in the original length, divides those that turn less than beta_slow times,
+    and blends in between, evenly from frequency to frequency.
     """
     exponents = (
         torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32)
@@ -284,10 +286,12 @@ def inverse_frequencies(
 
 
 def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.Tensor:
-    """Return how much of each frequency is divided, (rotary_dim / 2,) float32 between 0 and 1."""
+    """Return the fraction of each frequency that is divided, (rotary_dim / 2,) float32 between 0
+    and 1.
+    """
 
     def place(turns: float) -> float:
-        """Return the place among the frequencies, a real number, of one that turns so often in the
+        """Return the index, a real number, of the frequency with this number of turns in the
         original length.
         """
         wavelength = scaling.original_max_position_embeddings / turns
@@ -297,7 +301,7 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
-    width = last - first if last != first else 0.001  # a step then, as transformers has it
+    width = last - first if last != first else 0.001  # then a step, as in transformers
     places = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
     return ((places - first) / width).clamp(0.0, 1.0)
 
@@ -305,7 +309,7 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
 def rope_cos_sin(
     inv_freq: torch.Tensor, positions_BS: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ):
-    """Return cosines and sines (B, S, 1, R) in `dtype`, times `scale`; angles are float32, for
+    """Return cosines and sines (B, S, 1, R) in `dtype`, times `scale`; angles are float32, because
     bfloat16 cannot count past 256.
     """
     angles_BSR = positions_BS.to(torch.float32)[..., None] * inv_freq.to(torch.float32)
@@ -322,8 +326,8 @@ def apply_rope(
     """Rotate the pairs (x[i], x[i + R/2]) of every head by its position's angle; same shape and
     dtype.
 
-    Both halves of `rope_cos_sin` are alike, so the gradient is rotated back by the same angles, and
-    nothing of the size of x is kept for it.
+    Both halves of `rope_cos_sin` are equal, so the gradient is rotated back by the same angles, and
+    no tensor of the size of x is saved for it.
     """
     return _Rotate.apply(x_BSHK, cos_BS1R, sin_BS1R)
 

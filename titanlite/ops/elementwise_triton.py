@@ -1,9 +1,9 @@
-"""Triton kernels of `elementwise.py`, each in place of several passes over memory, and their
+"""Triton kernels of `elementwise.py`, each of which replaces several passes over memory, and their
 launchers.
 
-Backward reads the inputs of forward and computes `1 / rms` again. A weight's gradient is the sum of
-parts: each of a constant number of programs adds up the rows that it walks over, so that the bits
-are the same in every run and on every device.
+Backward reads the inputs of forward and recomputes `1 / rms`. A weight's gradient is the sum of
+parts: each of a constant number of programs sums the rows that it processes, so that the bits are
+the same in every run and on every device.
 
 Shapes: T tokens or rows, D width, H query heads, G key or value heads, K head width, R <= K rotated
 part of it, P programs.
@@ -21,8 +21,8 @@ from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, next_power_of_
 
 PROGRAMS = 4 if INTERPRETED else 528  # 4 for each multiprocessor of an H100
 SWIGLU_BLOCK = 64 if INTERPRETED else 1024  # columns at once
-NORM_ROWS = 16  # of `gated_norm` at once
-HEAD_VALUES = 1024  # of `rotate_heads` at once
+NORM_ROWS = 16  # rows of `gated_norm` at once
+HEAD_VALUES = 1024  # values of `rotate_heads` at once
 
 
 @triton.jit
@@ -55,7 +55,9 @@ def add_norm_kernel(
 def add_norm_backward_kernel(
     dtotal_ptr, dy_ptr, total_ptr, w_ptr, dx_ptr, dw_ptr, T, D, eps, offset, BLOCK: tl.constexpr
 ):
-    """Write dx = dtotal + the norm's gradient, that of both summands, and parts of dw, (P, D)."""
+    """Write dx = dtotal + the norm's gradient, which is the gradient of both summands, and parts of
+    dw, (P, D).
+    """
     d = tl.arange(0, BLOCK)
     w, dw = _load(w_ptr, d, d < D) + offset, tl.zeros((BLOCK,), tl.float32)
     for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
@@ -74,8 +76,8 @@ def add_norm_backward_kernel(
 
 @triton.jit
 def _gated_rows(block, T, G, R, D, stride_t, stride_h, BLOCK, BR):
-    """Return the places in x and in z, which has strides of tokens and of the key heads of R value
-    heads each, and which exist.
+    """Return the positions in x and z, and which of them exist. z has strides for tokens and for
+    key heads of R value heads each.
     """
     row, d = (block * BR + tl.arange(0, BR)).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
     gate = row // G * stride_t + row % G // R * stride_h + row % R * D
@@ -145,8 +147,8 @@ def gated_norm_backward_kernel(
 
 @triton.jit
 def _head_rows(q_ptr, k_ptr, stride_t, stride_h, t, H, G, K, BH):
-    """Return pointers (BH, 1) to heads of token t, and which exist. Blocks of queries come first;
-    keys are contiguous.
+    """Return pointers (BH, 1) to heads of token t, and which of them exist. Blocks of queries come
+    first; keys are contiguous.
     """
     h, t = tl.program_id(1) * BH + tl.arange(0, BH)[:, None], tl.cast(t, tl.int64)
     rows, count = q_ptr + t * stride_t + h * stride_h, H
@@ -185,7 +187,7 @@ def _load_weights(qw_ptr, kw_ptr, H, offset, K, R, HALF, REST, BH):
 
 @triton.jit
 def _load_angles(cos_ptr, sin_ptr, t, R, HALF):
-    """Return cosines and sines (1, R / 2); both halves of `rope_cos_sin` are alike."""
+    """Return cosines and sines (1, R / 2); both halves of `rope_cos_sin` are equal."""
     i = tl.arange(0, HALF)[None, :]
     place = tl.cast(t, tl.int64) * R + i
     return _load(cos_ptr, place, i < R // 2), _load(sin_ptr, place, i < R // 2)
@@ -253,8 +255,8 @@ def rotate_heads_backward_kernel(
     REST: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Write gradients of q and k, of contiguous dq and dk, and parts of the weights', (P, blocks,
-    K).
+    """Write the gradients of q and k from contiguous dq and dk, and parts of the weights'
+    gradients, (P, blocks, K).
     """
     dwa, dwb = tl.zeros((1, HALF), tl.float32), tl.zeros((1, HALF), tl.float32)
     dwc = tl.zeros((1, REST), tl.float32)
@@ -315,7 +317,9 @@ def norm_options(width: int, itemsize: int) -> dict[str, int]:
 
 @cache
 def head_options(width: int, rotated: int, heads: int) -> dict[str, int]:
-    """Return the options of `rotate_heads`; `heads` is the larger number of queries and keys."""
+    """Return the options of `rotate_heads`; `heads` is the number of query or key heads, whichever
+    is larger.
+    """
     sizes = {"K": width, "R": rotated, "HALF": next_power_of_2(rotated // 2)}
     sizes["REST"] = next_power_of_2(max(width - rotated, 1))
     at_once = HEAD_VALUES // next_power_of_2(width)  # with more, registers spill
@@ -324,7 +328,7 @@ def head_options(width: int, rotated: int, heads: int) -> dict[str, int]:
 
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, offset: float):
-    """Return x + update, or nothing without an update, and its norm."""
+    """Return x + update, or None without an update, and its norm."""
     width, y = x.shape[-1], torch.empty_like(x)
     total = x.new_empty(0) if update is None else torch.empty_like(x)
     with device_of(x):
@@ -337,7 +341,7 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, offse
 def add_norm_backward(
     dtotal: Tensor | None, dy: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float
 ):
-    """Return the gradients of x, and of the update, and of the weight."""
+    """Return the gradients of x, of the update, and of the weight."""
     width, dx = dy.shape[-1], torch.empty_like(dy)
     rows = dy.numel() // width
     parts = _make_parts(dy, min(PROGRAMS, rows), width)
@@ -397,7 +401,7 @@ def rotate_heads(
     eps: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the rotated heads; k is contiguous, and q has one stride over all tokens."""
+    """Return the rotated heads; k is contiguous, and q has a single stride over all tokens."""
     sizes, blocks = _head_sizes(q, k, cos)
     results = q.new_empty(q.shape), torch.empty_like(k)
     operands = (q, k, q_weight, k_weight, cos, sin, *results)

@@ -2,27 +2,27 @@
 
     S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,  o_t = S_t^T q_t
 
-A document that begins at t has S_{t-1} = 0. Rows are cut into chunks of C tokens whether documents
-end there or not. Factors of what would cross into another document are zero, so that shapes are
-static, and the device is never asked where documents begin. With G the sum of g inside a chunk and
+A document that begins at t has S_{t-1} = 0. Rows are cut into chunks of C tokens, even inside of
+documents. Factors between tokens of different documents are zero, so that shapes are static, and
+the host never waits for the starts of documents. Let G be the sum of g inside a chunk, and
 D_ij = exp(G_i - G_j) for i >= j:
 
     A = strict_tril(beta_i (k_i . k_j) D_ij)    T = (I + A)^-1    U = T (beta v)    W = T (beta e^G k)
     new = U - W S    o = e^G (q S) + (q k^T * D) new    S' = e^(G_C) S + (e^(G_C - G) k)^T new
 
-The operators keep their arguments and T for backward, C values per token and value head; the rest
-is computed again. All sums are float32 or wider. Backends:
+The operators save their arguments and T for backward, C values per token and value head; the rest
+is recomputed. All sums are float32 or wider. Backends:
 
 - `triton`: titanlite's kernels (`gated_delta_triton.py`), for bfloat16 and K = 128.
 - `torch`: the equations, in float32 or wider.
-- `fla`: the kernels of flash-linear-attention, for CUDA, if that package is installed. Documents
-  are cut there, so the host waits until it knows where they begin.
-- `auto`: what `prefer_backend` said; without that `triton` on CUDA where it serves the tensors and
-  its code can be trusted, else `torch`.
+- `fla`: the kernels of flash-linear-attention, for CUDA, if that package is installed. It cuts
+  documents, so the host waits for their starts.
+- `auto`: the backend given to `prefer_backend`; by default `triton` on CUDA if it supports the
+  tensors and its code can be trusted, else `torch`.
 
 Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value heads, R = G / H
 (value head i reads key head i // R), K width of a key, V of a value. Inside, a tensor is
-(N, B, H, R, C, ...), with R = 1 where it belongs to a key head.
+(N, B, H, R, C, ...), with R = 1 if it belongs to a key head.
 """  # noqa: E501 - the equations
 
 from functools import cache
@@ -45,7 +45,7 @@ _preferred: DeltaBackend = "auto"
 
 
 def prefer_backend(backend: DeltaBackend) -> None:
-    """Let `auto` mean `backend` in this process: `model.delta_backend`."""
+    """Make `auto` mean `backend` in this process, as `model.delta_backend` configures."""
     global _preferred
     _preferred = backend
 
@@ -95,18 +95,18 @@ def gated_delta_rule(
     """Return the outputs (B, S, G, V), in the dtype of v, and the state after each row (B, G, K,
     V), float32 or wider.
 
-    A token whose g and beta are 0 leaves the state as it is: padding after a prompt must have both,
-    and the document of the prompt's last token, if the state is to be that of the prompt.
+    A token whose g and beta are 0 does not change the state. If the state should be that of a
+    prompt, padding after it must have both zero, and the document of the prompt's last token.
 
     Args:
         q_BSHK: queries, normalized and multiplied by K ** -0.5.
         k_BSHK: keys, normalized, in the dtype of q and v.
         v_BSGV: values; G is a multiple of H.
         g_BSG: logs of the decays, at most 0.
-        beta_BSG: how much of a value replaces the old one, between 0 and 1.
+        beta_BSG: fraction of a new value that replaces the old one, between 0 and 1.
         document_ids_BS: integers; a document ends where the next token's differs. None: one
             document per row.
-        state_BGKV: what the first document of each row goes on from; None: zeros.
+        state_BGKV: state with which the first document of each row continues; None: zeros.
         chunk: tokens that are computed at once.
         backend: see the module's docstring.
 
@@ -138,9 +138,9 @@ def choose_backend(
     value_width: int,
     chunk: int = CHUNK,
 ) -> DeltaBackend:
-    """Return the backend that serves such keys and values.
+    """Return the backend that supports such keys and values.
 
-    Raises ValueError: `triton` was asked for and does not.
+    Raises ValueError: `triton` was requested and does not support them.
     """
     backend = _preferred if backend == "auto" else backend
     if backend == "fla" and kernel_device(device) == device.type:  # a plan has no values for it
@@ -162,8 +162,8 @@ def _run_fla(
     documents: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule` by flash-linear-attention, which takes packed documents as one
-    row and gives the state after each of them.
+    """Compute `gated_delta_rule` with flash-linear-attention, which takes packed documents as one
+    row and returns the state after each document.
     """
     chunk_gated_delta_rule = import_fla()
     options = {"scale": 1.0, "output_final_state": True}
@@ -184,7 +184,9 @@ def _run_fla(
 def _find_problem(
     device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> str | None:
-    """Return why titanlite's kernels do not serve the tensors, a sentence; None: they do."""
+    """Return the reason, a sentence, why titanlite's kernels do not support the tensors; None if
+    they do.
+    """
     key_width, value_width, chunk = sizes
     if key_width != 128 or value_width % 64 or chunk != CHUNK:
         found = f"keys are {key_width} wide, values {value_width}, chunks {chunk} long"
@@ -199,10 +201,10 @@ def _find_problem(
     return find_triton_problem()
 
 
-@torch.compiler.assume_constant_result  # a compiled graph would break at it
+@torch.compiler.assume_constant_result  # it would break a compiled graph
 def find_triton_problem() -> str | None:
-    """Return why Triton's code for this machine's GPU cannot be trusted with these kernels, a
-    sentence; None: it can, or there is none.
+    """Return the reason, a sentence, why Triton's code for this machine's GPU cannot be trusted
+    with these kernels; None if it can be trusted, or if there is no GPU.
     """
     if not torch.cuda.is_available():
         return None
@@ -283,7 +285,7 @@ def gated_delta(
     chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `gated_delta_rule` without argument checks; returns T (N, B, H, R, C, C), too."""
+    """Compute `gated_delta_rule` without argument checks; also return T (N, B, H, R, C, C)."""
     if backend == "triton":
         operands = (x.contiguous() for x in (q, k, v, g, beta))
         return _get_kernels().forward(*operands, documents, _widen(state))
@@ -329,14 +331,14 @@ def gated_delta_backward(
     dattended, dk_write = do @ new.mT, new @ dstates[1:].mT
     dq_read = do @ states[:-1].mT
     dbv, dbk = inverse.mT @ dnew, inverse.mT @ dW
-    # d(X^-1) = -X^-1 dX X^-1, and U and W are T times what `invert` does not depend on
+    # d(X^-1) = -X^-1 dX X^-1, and U and W are T times tensors that do not depend on A
     dA = (dbv @ c.U.mT + dbk @ c.W.mT).mul_(c.D).tril_(-1).neg_()
     dbeta = (dA * c.kk).sum(-1) + (dbv * c.v).sum(-1)
     read_k = (dbk * c.k).sum(-1)
     dbeta += c.read * read_k
     dA *= c.beta[..., None]
-    # Every factor is exp of a difference of two sums of g: its gradient times itself goes to one
-    # of them, and minus that to the other.
+    # Every factor is exp of a difference of two sums of g. Its gradient times the factor is added
+    # to the first sum's gradient, and subtracted from the second's.
     pairs = attended.mul_(dattended).addcmul_(dA, c.kk)
     wrote = (dk_write * k_write).sum(-1)
     dG = pairs.sum(-1) - pairs.sum(-2) + (dq_read * q_read).sum(-1) - wrote
@@ -344,7 +346,7 @@ def gated_delta_backward(
     carried = (dstates[1:] * states[:-1]).sum((-2, -1)) * c.keep[..., 0, 0]
     dG[..., -1] += wrote.sum(-1) + carried
     dg = dG.flip(-1).cumsum(-1).flip(-1)
-    # Sums over a key head's value heads come before products with its queries and keys.
+    # First sum over a key head's value heads, then multiply by its queries and keys.
     dattended, dA = (x.sum(3, keepdim=True) for x in (dattended.mul_(c.D), dA))
     dq = (c.read[..., None] * dq_read).sum(3, keepdim=True) + dattended @ c.k
     dk = c.write[..., None] * dk_write + (c.beta * c.read)[..., None] * dbk
@@ -372,7 +374,7 @@ class _Chunks:
         self.q, self.k, self.v, g_cut, self.beta = (
             _cut(x, heads, chunk) for x in (q, k, v, g, beta)
         )
-        # After the row's end its last document goes on.
+        # Padding after the row's end belongs to its last document.
         rest = documents[:, -1:].expand(-1, -documents.shape[1] % chunk)
         padded = torch.cat([documents, rest], 1)
         before_NB = torch.cat([padded[:, :1], padded[:, chunk - 1 : -1 : chunk]], 1).T
@@ -448,8 +450,8 @@ def _join(cut: Tensor, like: Tensor) -> Tensor:
 
 @register_flop_formula(torch.ops.titanlite.gated_delta)
 def _(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    """Count the recurrence, two products and an outer one per token; chunks take about twice as
-    many.
+    """Count the recurrence as two matmuls and an outer product per token; chunks take about twice
+    as many FLOPs.
     """
     return 6 * v[0] * v[1] * v[2] * v[3] * k[3]
 

@@ -1,21 +1,21 @@
 """Triton kernels of the gated delta rule, forward and backward, with their launchers.
 
 The equations and names are those of `gated_delta.py`. Forward is `solve` (T, U, W of each chunk),
-`states` (walks over a row's chunks: the state before each, and `new`), `read` (outputs). Backward
-calls `solve`, which loads T, and `states` again, then `dstates` (walks back: dnew and the gradients
-of states), `dread` (gradients that outputs and states give to queries and keys, and dW) and
-`dsolve` (those through T).
+`states` (visits a row's chunks in order: the state before each, and `new`), `read` (outputs).
+Backward calls `solve`, which loads T, and `states` again, then `dstates` (visits chunks backwards:
+dnew and the gradients of states), `dread` (gradients of queries and keys through outputs and
+states, and dW) and `dsolve` (gradients through T).
 
-Two-byte operands, float32 sums, gates and factors; T is solved in TF32, which rounds as much as
-storing it in bfloat16 does. One program owns each output element and adds in a fixed order: no
+Operands have two bytes; sums, gates and factors are float32. T is solved in TF32, which rounds as
+much as storing it in bfloat16. One program owns each output element and adds in a fixed order: no
 atomics, the same bits in every run.
 
-What compilers get wrong decides how products are written. Only what was loaded is transposed, by
-loading it so, and never what was computed (Hopper, Triton up to 3.7.0: fla #640): D^T is computed
-beside D. A product is never reduced to a scalar, which sm_100 does not compile: parts of dg go
-through memory as vectors and are summed as prefixes.
+Compiler bugs determine how matmuls are written. Only loaded operands are transposed, by loading
+them transposed, never computed ones (Hopper, Triton up to 3.7.0: fla #640): D^T is computed in
+addition to D. The result of a matmul is never reduced to a scalar, which does not compile for
+sm_100: parts of dg go through memory as vectors and are summed as prefixes.
 
-A pointer's first value is that of the program's row and head; places inside are 32 bits.
+A pointer's first value belongs to the program's row and head; offsets inside have 32 bits.
 """
 
 from functools import cache
@@ -31,8 +31,8 @@ from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, table_of
 CHUNK, KEY_WIDTH, HALF = 64, 128, 64
 C, K = tl.constexpr(CHUNK), tl.constexpr(KEY_WIDTH)
 # Table (`launchers.table_of`) -> kernel -> warps, stages, and columns of V of a program, unless it
-# takes all. With three stages `dstates` has no room for its operands; what the others change keeps
-# registers off the stack, or fits the 99 KiB of shared memory that the smallest devices have.
+# takes all. With three stages, the operands of `dstates` do not fit. The other differences keep
+# registers off the stack, or fit the 99 KiB of shared memory of the smallest devices.
 _HOPPER = {
     "solve": (4, 2),
     "states": (4, 2, 64),
@@ -112,7 +112,9 @@ def backward(
 
 
 class _Launcher:
-    """Starts kernels; the grid ends with rows times value heads, or key heads for `dread`."""
+    """Launcher of the kernels. The last dim of a grid is the number of rows times value heads or,
+    for `dread`, times key heads.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, documents: Tensor) -> None:
         (batch, self.size, heads, _), value_heads = k.shape, v.shape[2]
@@ -129,7 +131,8 @@ class _Launcher:
         options = self.sizes | options_of(_find_table(self.v.device), name) | more
         chunks, heads = self.num_chunks, options["H" if name == "dread" else "G"]
         blocks = KEY_WIDTH // HALF if name == "dread" else options["V"] // options.get("BV", HALF)
-        # what walks over a row has no grid of chunks, and what takes whole heads none of blocks
+        # kernels that visit a whole row have no grid of chunks, and kernels of whole heads no grid
+        # of blocks
         grids = {"solve": (chunks,), "states": (blocks,), "dstates": (blocks,), "dsolve": (chunks,)}
         grid = (*grids.get(name, (chunks, blocks)), self.k.shape[0] * heads)
         with device_of(self.v):
@@ -155,8 +158,8 @@ class _Launcher:
 
 @triton.jit
 def _place(program, S, H, G):
-    """Return row and value head of a program, and the numbers of its first rows of values and of
-    keys, if a row has the values of one head.
+    """Return a program's row and value head, and the numbers of its first rows of values and of
+    keys, where a row has the values of one head.
     """
     b, head = (program // G).to(tl.int64), program % G
     return b, head, b * S * G + head, b * S * H + head // (G // H)
@@ -164,14 +167,14 @@ def _place(program, S, H, G):
 
 @triton.jit
 def _load(pointer, t, columns, stride, inside):
-    """(C, columns) of tokens t."""
+    """Load (C, columns) of tokens t."""
     place = pointer + t[:, None] * stride + columns[None, :]
     return tl.load(place, mask=inside[:, None], other=0.0)
 
 
 @triton.jit
 def _load_t(pointer, t, columns, stride, inside):
-    """(columns, C) of tokens t."""
+    """Load (columns, C) of tokens t."""
     place = pointer + t[None, :] * stride + columns[:, None]
     return tl.load(place, mask=inside[None, :], other=0.0)
 
@@ -184,8 +187,9 @@ def _store(pointer, t, columns, stride, inside, value):
 
 @triton.jit
 def _tokens(documents, n, S):
-    """Tokens of chunk n, whether they are in the row, and the documents of these, of the token
-    before the chunk, and of its last one. After the row's end its last document goes on.
+    """Return the tokens of chunk n, whether they are in the row, and the documents of these tokens,
+    of the token before the chunk, and of its last one. Tokens after the row's end belong to its
+    last document.
     """
     t = n * C + tl.arange(0, C)
     document = tl.load(documents + tl.minimum(t, S - 1))
@@ -196,8 +200,8 @@ def _tokens(documents, n, S):
 
 @triton.jit
 def _factors(sums, n, S, G, tokens):
-    """Return sums of g, and factors of the state before (read), to the state after (write), and of
-    the one to the other (keep).
+    """Return sums of g, and three factors: of the state before (read), to the state after (write),
+    and from the state before to the state after (keep).
     """
     t, inside, document, before, last = tokens
     total = tl.load(sums + tl.minimum(t, S - 1) * G)
@@ -217,7 +221,7 @@ def _chunk(documents, sums, n, S, G):
 
 @triton.jit
 def _decay(total, document, FIRST: tl.constexpr):
-    """D without the diagonals above -FIRST."""
+    """Return D without the diagonals above -FIRST."""
     i = tl.arange(0, C)
     seen = (document[:, None] == document[None, :]) & (i[:, None] >= i[None, :] + FIRST)
     return tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
@@ -225,7 +229,7 @@ def _decay(total, document, FIRST: tl.constexpr):
 
 @triton.jit
 def _decay_t(total, document, FIRST: tl.constexpr):
-    """Return the transpose of `_decay`, computed as such."""
+    """Return the transpose of `_decay`, computed as a transpose."""
     i = tl.arange(0, C)
     seen = (document[:, None] == document[None, :]) & (i[None, :] >= i[:, None] + FIRST)
     return tl.exp(tl.where(seen, total[None, :] - total[:, None], float("-inf")))
@@ -233,8 +237,8 @@ def _decay_t(total, document, FIRST: tl.constexpr):
 
 @triton.jit
 def _invert(A):
-    """(I + A)^-1 of a strictly lower triangular A, from the inverses of ever larger diagonal
-    blocks. Powers of A would lose all digits where keys are alike.
+    """Return (I + A)^-1 of a strictly lower triangular A, from the inverses of ever larger diagonal
+    blocks. Powers of A would lose all digits if keys are similar.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
@@ -314,9 +318,7 @@ def states_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Walk over the chunks of one row, for BV columns of a value head's state, in two halves of
-    K.
-    """
+    """Visit the chunks of one row, for BV columns of a value head's state, in two halves of K."""
     block, program = tl.program_id(0), tl.program_id(1)
     b, head, row, key_row = _place(program, S, H, G)
     half, values = tl.arange(0, 64), block * BV + tl.arange(0, BV)
@@ -399,8 +401,8 @@ def dstates_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Walk back: the gradients of the state after each chunk and of `new`, for BV columns of a
-    value head.
+    """Visit the chunks backwards: compute the gradients of the state after each chunk and of `new`,
+    for BV columns of a value head.
     """
     block, program = tl.program_id(0), tl.program_id(1)
     b, head, row, key_row = _place(program, S, H, G)
@@ -467,11 +469,12 @@ def dread_kernel(
     G: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Gradients of queries and keys, and dW, for a chunk, a key head, and half of its columns.
+    """Compute the gradients of queries and keys, and dW, for a chunk, a key head, and half of its
+    columns.
 
-    A program walks over the value heads of its key head, so that dq and dk need no sum afterwards.
-    dk, float32, lacks what comes through T; `dsums`, `wrote` and `carried` are parts of the
-    gradient of the sums of g.
+    A program loops over the value heads of its key head, so that dq and dk need no sum afterwards.
+    dk, float32, does not include the gradient through T; `dsums`, `wrote` and `carried` are parts
+    of the gradient of the sums of g.
     """
     n, part, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, key_head = (program // H).to(tl.int64), program % H
@@ -484,7 +487,7 @@ def dread_kernel(
     k_base = k_ptr + key_row * K
     q = _load(q_ptr + key_row * K, t, keys, H * K, inside)
     k = _load(k_base, t, keys, H * K, inside)
-    # of these columns: other programs add what the others give to dsums
+    # of these columns only: other programs add the parts of dsums from other columns
     qk = tl.dot(q, _load_t(k_base, t, keys, H * K, inside))
     dq, dk = tl.zeros([C, 64], tl.float32), tl.zeros([C, 64], tl.float32)
     for r in range(repeats):
@@ -493,7 +496,7 @@ def dread_kernel(
         total, read, write, _ = _factors(sums_ptr + row, n, S, G, tokens)
         dout_base, new_base = dout_ptr + row * V, new_ptr + row * V
         dnew_base = dnew_ptr + row * V
-        # Several loops over V: together, their sums would not fit the registers.
+        # Several loops over V: in a single loop, their sums would not fit the registers.
         dP = tl.zeros([C, C], tl.float32)
         for x in range(V // 64):
             values = x * 64 + half
@@ -561,8 +564,8 @@ def dsolve_kernel(
     G: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Gradients through T and its operands of one chunk and value head: the rest of dk, dv, dbeta,
-    dg.
+    """Compute the gradients through T and its operands for one chunk and value head: the rest of
+    dk, and dv, dbeta, dg.
     """
     n, program = tl.program_id(0), tl.program_id(1)
     b, head, row, key_row = _place(program, S, H, G)
@@ -601,7 +604,7 @@ def dsolve_kernel(
     dbeta += read * along + tl.sum(dA * kk, 1)
     dA *= beta[:, None]
     dsums = beta * read * along + tl.sum(dA * kk, 1) - tl.sum(dA * kk, 0)
-    # Its transpose, by products of its own, and after the rest: registers are scarce.
+    # Its transpose, by separate matmuls and after the rest, because registers are scarce.
     dT_t = tl.zeros([C, C], tl.float32)
     for x in range(V // 64):
         values = x * 64 + half
@@ -626,7 +629,8 @@ def dsolve_kernel(
         dk += tl.dot(both, _load(k_base, t, keys, H * K, inside))
         _store(dk_base, t, keys, G * K, inside, dk)
     tl.store(dbeta_ptr + row + t * G, dbeta, mask=inside)
-    # The write factors e^(G_C - G_j) reach the gates after j, what is carried all of them.
+    # The write factors e^(G_C - G_j) depend on the gates after j, and the factor of the state on
+    # all gates.
     carry = tl.sum(tl.load(carried_ptr + place + tl.arange(0, K)), 0) * keep
     dg = tl.cumsum(dsums, 0, reverse=True) + tl.cumsum(wrote, 0) - wrote + carry
     tl.store(dg_ptr + row + t * G, dg, mask=inside)

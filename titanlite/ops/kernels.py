@@ -1,7 +1,8 @@
-"""Which kernels serve a tensor: those of its device, or of the device that a plan is made for.
+"""Selection of the kernels for a tensor: those of its device, or of the device that a plan is made
+for.
 
-While a run is planned, fake CPU tensors stand in for CUDA's: kernels are chosen as on CUDA then,
-and functions that read values of tensors have stand-ins.
+While a run is planned, fake CPU tensors represent CUDA tensors: kernels are then chosen as on CUDA,
+and functions that read values of tensors are replaced.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,10 +25,10 @@ _library = torch.library.Library("titanlite", "FRAGMENT")
 
 
 def define_operator(schema: str, module: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define and return an operator of `schema` that the function of its name in `module` computes,
-    which is imported at the first call; `fake` makes its results without data.
+    """Define and return an operator of `schema`, computed by the function with its name in
+    `module`, which is imported at the first call; `fake` returns its results without data.
 
-    Without an autograd formula. A call costs the host 3 us, one of a `custom_op` 13.
+    It has no autograd formula. A call costs the host 3 us; a call of a `custom_op` costs 13 us.
     """
 
     @cache
@@ -40,7 +41,9 @@ def define_operator(schema: str, module: str, fake: Callable[..., Any]) -> Calla
 def operator(
     fake: Callable[..., Any], mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the decorated function, which is annotated, an operator as `define_operator` does."""
+    """Make the decorated function, which is annotated, an operator in the way of
+    `define_operator`.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = torch.library.infer_schema(function, mutates_args=mutates_args)
@@ -69,9 +72,9 @@ def like(*places: int) -> Callable[..., Any]:
 
 
 def differentiate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator `forward`, of tensors and then numbers, with a formula of autograd:
-    `backward` takes contiguous gradients of the results and all operands, which are kept, and
-    returns the gradients of the first of them.
+    """Return the operator `forward`, of tensors and then numbers, with an autograd formula.
+    `backward` takes contiguous gradients of the results and all operands, which are saved, and
+    returns the gradients of the first operands.
     """
 
     class Differentiable(torch.autograd.Function):
@@ -85,7 +88,7 @@ def differentiate(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor):
-            operands = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, that recomputes
+            operands = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, this recomputes
             found = backward(*(grad.contiguous() for grad in grads), *operands)
             return *found, *[None] * (len(operands) - len(found))
 
@@ -93,16 +96,14 @@ def differentiate(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 
 
 def find_stand_in(name: str) -> StandIn | None:
-    """Return what a plan calls in place of the function `name`, whose tensors have no values; None:
-    no plan is made.
+    """Return the function that a plan calls in place of `name`, because tensors have no values;
+    None if no plan is being made.
     """
     return _stand_ins.get(name)
 
 
 def use_triton(wanted: bool) -> None:
-    """Use titanlite's Triton kernels on CUDA in this process, or leave them out:
-    `training.triton_kernels`.
-    """
+    """Use titanlite's Triton kernels on CUDA in this process, or not: `training.triton_kernels`."""
     global _has_triton
     _has_triton = wanted
 
@@ -116,8 +117,8 @@ def has_triton(device: torch.device) -> bool:
 def plan_for_device(
     device_type: str, stand_ins: Mapping[str, StandIn] | None = None
 ) -> Generator[None]:
-    """Choose kernels as for tensors on `device_type`, whatever device they are on. For tensors
-    without data only.
+    """Choose kernels as for tensors on `device_type`, whatever their device is. Only for tensors
+    without data.
 
     `stand_ins`, by name, are called in place of functions that need data.
     """
@@ -136,13 +137,13 @@ def kernel_device(device: torch.device) -> str:
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; of a
-    parameter with `copies` (`distributed.fsdp.WeightCopies`) its copy. Differentiable.
+    """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; for a
+    parameter with `copies` (`distributed.fsdp.WeightCopies`), its copy. Differentiable.
 
     All arithmetic of titanlite's models runs on local tensors: DTensor dispatch costs 50 to 200 us
-    per operation, and between FSDP2's all-gather and the kernel a DTensor's spec may claim another
-    dtype than its data (up to torch 2.12). The gradient of a parameter that is replicated over tp
-    is this rank's part of a sum; `reduce_replicated_grads` adds the parts once per step.
+    per operation, and between FSDP2's all-gather and the kernel a DTensor's spec may have a
+    different dtype than its data (up to torch 2.12). The gradient of a parameter that is replicated
+    over tp is this rank's part of a sum; `reduce_replicated_grads` adds the parts once per step.
     """
     copies = getattr(param, "copies", None)
     if copies is not None:

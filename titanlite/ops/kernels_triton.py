@@ -6,19 +6,19 @@ vocabulary.
 - `wgrad_kernel`: `dw[e] = x_e^T @ dy_e`, the gradient of the weight; an empty group gets zeros.
 - `gather_sum_kernel`: `out[t] = sum over j of y[rows[t, j]]` in float32, in order of j.
 - `softmax_statistics_kernel`, `softmax_gradient_kernel`: logits, in the model's dtype, are read
-  once for the loss, and once more when the gradient takes their place; torch's operators move them
-  a dozen times, most in float32.
+  once for the loss, and once more when the gradient replaces them; torch's operators move them a
+  dozen times, mostly in float32.
 
 Group e owns rows offsets[e - 1] to offsets[e]. Offsets stay on the device: each program loads all
 of them as one vector; a cumsum over the row tiles of all groups turns a tile number into (group,
-first row). The grid is fixed, as many programs as the device runs at once, and each walks over
-tiles, a band of row tiles by all columns at a time, so that programs that run side by side share
-operands in the L2 cache. Rows from offsets[E - 1] on are one more group, E: nothing is multiplied,
-zeros are stored.
+first row). The grid is fixed: the number of programs that the device runs at once. Each program
+visits tiles, a band of row tiles by all columns at a time, so that programs that run at the same
+time share operands in the L2 cache. Rows from offsets[E - 1] on are one more group, E: nothing is
+multiplied, zeros are stored.
 
-Deterministic: one program owns each output element, and adds in a fixed order; where that is one
-atomic addition to old values, it is the only one to its element. Blackwell miscompiles two dots
-into one accumulator in a loop trip (triton #10821), so there are none.
+Deterministic: one program owns each output element, and adds in a fixed order. If it adds
+atomically to old values, this is the only addition to its element. Blackwell miscompiles two dots
+into one accumulator in an iteration of a loop (triton #10821), so no loop has two.
 
 Shapes: M rows, E groups, K reduction, N columns; C rows of logits, V columns.
 """
@@ -32,7 +32,9 @@ PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
 
 @triton.jit
 def _row_tiles(offsets_ptr, M, E, E_CEIL: tl.constexpr, BM: tl.constexpr):
-    """Row tiles of each group, the rows after the last one included, and their inclusive cumsum."""
+    """Return the number of row tiles of each group, with the rows after the last group as one more,
+    and their inclusive cumsum.
+    """
     e = tl.arange(0, E_CEIL)
     end = tl.load(offsets_ptr + e, mask=e < E, other=M)
     start = tl.load(offsets_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
@@ -42,7 +44,7 @@ def _row_tiles(offsets_ptr, M, E, E_CEIL: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _find_rows(tiles, cumulated, offsets_ptr, tile, M, E, BM: tl.constexpr):
-    """Group of a row tile, its first row, and the end of the group."""
+    """Return the group of a row tile, its first row, and the end of the group."""
     passed = cumulated <= tile
     group = tl.sum(passed.to(tl.int32), 0)
     before = tl.sum(tl.where(passed, tiles, 0), 0)
@@ -66,7 +68,7 @@ def _swizzle(tile, row_tiles, col_tiles, BAND: tl.constexpr):
 def _swiglu_backward(
     dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, stride_zm, stride_dm, stride_hm
 ):
-    """From dh before the router's weight: store dz = [dgate | dup] and h, return this tile's part
+    """From dh before the router's weight, store dz = [dgate | dup] and h; return this tile's part
     of dweight.
     """
     row, inside = m.to(tl.int64)[:, None], (n < N)[None, :]
@@ -89,7 +91,7 @@ def _swiglu_backward(
     return dweight
 
 
-@triton.jit(do_not_specialize=["M"])  # with expert parallelism another number in every step
+@triton.jit(do_not_specialize=["M"])  # with expert parallelism, it changes in every step
 def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide which loads belong to which dot
     x,
     w,
@@ -133,8 +135,8 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
         row_tile, col_tile = _swizzle(tile, row_tiles, col_tiles, BAND)
         group, first, end = _find_rows(tiles, cumulated, offsets_ptr, row_tile, M, E, BM)
         m, n, k = first + tl.arange(0, BM), col_tile * BN + tl.arange(0, BN), tl.arange(0, BK)
-        # Rows after the last group may hold anything, NaN included, and so may what belongs to
-        # them.
+        # Rows after the last group, and the values that belong to them, may be anything, including
+        # NaN.
         real = m < tl.where(group < E, end, 0)
         source = m
         if rows_ptr is not None:
@@ -150,7 +152,7 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
             acc_up = tl.zeros((BM, BN), tl.float32)
         for k0 in range(0, tl.where(group < E, K, 0), BK):
             if TMA_X:
-                # rows of the next group come along; the store leaves them out
+                # rows of the next group are loaded too; the store masks them
                 a = x.load([first, k0])
             else:
                 x_mask = real[:, None] if EVEN_K else real[:, None] & (k0 + k < K)[None, :]
@@ -183,7 +185,7 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
                 y_ptr + out * stride_ym + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask
             )
         if EPILOGUE == 1:
-            # Rounded as it is stored, so that backward computes the same h again.
+            # Rounded as it is stored, so that backward recomputes the same h.
             gate = acc.to(h_ptr.dtype.element_ty)
             up = acc_up.to(h_ptr.dtype.element_ty)
             if z_ptr is not None:
@@ -195,7 +197,7 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
             tl.store(h_ptr + out * stride_hm + n[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
         if EPILOGUE == 2:
             weight = tl.load(weight_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
-            # One half after the other: together they need more registers than there are.
+            # One half after the other: together they would need too many registers.
             left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             n_left = col_tile * BN + tl.arange(0, BN // 2)
             dweight = _swiglu_backward(
@@ -255,8 +257,8 @@ def wgrad_kernel(
     PRECISION: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """dw[e, k, n] = sum over the rows m of group e of x[m, k] * dy[m, n]; if ADDS, it is added to
-    what is there.
+    """Write dw[e, k, n] = sum over the rows m of group e of x[m, k] * dy[m, n]; if ADDS, add it to
+    the old values.
     """
     k_tiles, col_tiles = tl.cdiv(K, BK), tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), E * k_tiles * col_tiles, tl.num_programs(0)):
@@ -304,7 +306,7 @@ def wgrad_kernel(
         dw_ptrs = dw_ptr + group.to(tl.int64) * stride_we + k[:, None].to(tl.int64) * stride_wk
         dw_ptrs += n[None, :].to(tl.int64) * stride_wn
         mask = (k < K)[:, None] & (n < N)[None, :]
-        if ADDS:  # loaded first, the old values would take registers that there are not
+        if ADDS:  # if loaded first, old values would not fit the registers
             tl.atomic_add(dw_ptrs, acc, mask=mask, sem="relaxed")
         else:
             tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -314,7 +316,7 @@ def wgrad_kernel(
 def gather_sum_kernel(
     y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr
 ):
-    """out[t] = sum over j of y[rows[t, j]]; rows from M on are zeros."""
+    """Write out[t] = sum over j of y[rows[t, j]]; rows from M on are zeros."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
@@ -330,13 +332,13 @@ def gather_sum_kernel(
 def softmax_statistics_kernel(
     logits_ptr, column_ptr, max_ptr, sum_ptr, target_ptr, V, stride_c, BLOCK: tl.constexpr
 ):
-    """Maximum of a row, sum of exp(logit - maximum), and the logit in its column (arXiv:1805.02867,
-    algorithm 3).
+    """Write the maximum of a row, the sum of exp(logit - maximum), and the logit in its column
+    (arXiv:1805.02867, algorithm 3).
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_c
     v = tl.arange(0, BLOCK)
-    most = tl.full((), -3.0e38, tl.float32)  # finite: a block of -inf is no NaN
+    most = tl.full((), -3.0e38, tl.float32)  # finite: a block of -inf must not give NaN
     total = tl.zeros((), tl.float32)
     for start in range(0, V, BLOCK):
         x = tl.load(logits_ptr + start + v, mask=start + v < V, other=-float("inf")).to(tl.float32)
@@ -352,7 +354,7 @@ def softmax_statistics_kernel(
 def softmax_gradient_kernel(
     logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr
 ):
-    """Overwrite a part of a row by exp(logit - shift) * scale, less `hit` in the row's column."""
+    """Overwrite a part of a row by exp(logit - shift) * scale, minus `hit` in the row's column."""
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row * stride_c + v

@@ -1,7 +1,7 @@
 """Launchers of the Triton kernels: grouped GEMM, with the table of its tiles, and cross entropy.
 
-A table, not an autotuner, which would measure on every rank, choose by chance, and so give
-different sums.
+Tiles come from a table, not from an autotuner: that would measure on every rank, choose by chance,
+and so give different sums.
 
 Shapes: M rows, E groups, K reduction, N columns, T tokens, I expert width; C rows of logits, V
 columns.
@@ -26,7 +26,7 @@ from titanlite.ops.matmul import has_fences
 # does not know.
 _kernels: Any = kernels_triton
 
-_SWIZZLE = 8  # row tiles that are neighbours in time
+_SWIZZLE = 8  # row tiles that run at about the same time
 _ROUNDS_AMONG_RANKS = 4
 
 
@@ -66,8 +66,8 @@ TILES = {
         "wgrad_gather": Tile(128, 64, 32, 8, 5, 1),
     },
     "float32": {
-        # With 4 warps these spill 8 bytes with Triton 3.6, and with 8 the gathering one does with
-        # 3.9.
+        # With 4 warps these spill 8 bytes with Triton 3.6; with 8 warps, the gathering one spills
+        # with 3.9.
         "gemm": Tile(64, 64, 32, 8, 3, 2),
         "gemm_few_rows": Tile(64, 64, 32, 8, 3, 2),
         "gemm_gather": Tile(64, 32, 32, 4, 3, 2),
@@ -77,10 +77,10 @@ TILES = {
         "wgrad_gather": Tile(64, 64, 32, 4, 3, 2),
     },
 }
-# Up to Triton 3.7, the larger tile spills 200 bytes per thread to the stack there.
+# There the larger tile spills 200 bytes per thread to the stack, up to Triton 3.7.
 TILES["blackwell"] = TILES["large"] | {"swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
 _FEW_ROWS = 64  # per group, on average
-# edges, several tiles per group, and seconds instead of minutes
+# small, to test edges and several tiles per group, in seconds instead of minutes
 _INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)
 _INTERPRETED_SMS = 4
 
@@ -90,19 +90,22 @@ SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return count / size, rounded up. Triton's own takes the host 5 us, as its next one does."""
+    """Return count / size, rounded up. Triton's function takes the host 5 us, as does its
+    `next_power_of_2`.
+    """
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """Return the smallest power of 2 that is no less than `count`, which is positive."""
+    """Return the smallest power of 2 that is at least `count`, which is positive."""
     return 1 << (count - 1).bit_length()
 
 
 def row_grouped_gemm(
     x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None
 ) -> Tensor:
-    """y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are zero.
+    """Return y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are
+    zero.
 
     Args:
         x: (M, K), or (T, K) with `rows_M`; K has stride 1.
@@ -165,8 +168,9 @@ def reduction_grouped_gemm(
     out: Tensor | None = None,
     adds: bool = False,
 ) -> Tensor:
-    """dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands may be
-    gathered. It is written to `out`, or added to it, which is float32 then.
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands
+    may be gathered. If `out`, a float32 tensor, is given, the result is written there or, with
+    `adds`, added to it.
     """
     E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
     if out is None:
@@ -175,7 +179,7 @@ def reduction_grouped_gemm(
     if not x.shape[0] or not dy.shape[0] or not dw.numel():
         return dw if adds else dw.zero_()
     unfenced = _is_unfenced(x)
-    # On an H200, TMA wins more than a copy costs: 519 for 380 TFLOP/s.
+    # On an H200, TMA gains more than a copy costs: 519 instead of 380 TFLOP/s.
     if unfenced or _tma_fits(x, dy):
         x, dy = (
             t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M))
@@ -211,12 +215,12 @@ def grouped_mm_wgrad_into(
     x_rows: Tensor | None,
     dy_rows: Tensor | None,
 ) -> None:
-    """Write the gradient of weights (E, N, K) to `total`, or add it."""
+    """Write the gradient of weights (E, N, K) to `total`, or add it there."""
     reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, out=total_ENK.mT, adds=adds)
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
-    """out[t] = sum over j of y[rows[t, j]], (T, N); rows from M on are zeros."""
+    """Return out[t] = sum over j of y[rows[t, j]], (T, N); rows from M on are zeros."""
     T, top_k = rows_Tk.shape
     out = y_MN.new_empty(T, y_MN.shape[1])
     if out.numel():
@@ -264,7 +268,7 @@ def _launch_rows(
         if rows is None and _tma_fits(x):
             operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     by_tma = operands[0] is not x and use_tma
-    # only the device knows the exact number
+    # an upper bound: only the device knows the exact number
     most_tiles = (M // tile.rows + E + 1) * cdiv(N, tile.cols)
     y, z, h = (out.get(name) for name in ("y", "z", "h"))
     pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
@@ -290,7 +294,7 @@ def _launch_rows(
 def _constants(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
     stages = 1 if in_one_stage else tile.stages
     launch = {"num_warps": tile.warps, "num_stages": stages, "enable_fp_fusion": True}
-    # float32 is multiplied as float32 unless the user allowed TF32.
+    # float32 is multiplied as float32 unless the user has allowed TF32.
     is_exact = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     return {"BAND": _SWIZZLE, "PRECISION": "ieee" if is_exact else "tf32", **launch}
 
@@ -299,7 +303,7 @@ def _is_unfenced(x: Tensor) -> bool:
     """Return True if Hopper's tensor cores might read shared memory before `cp.async` has written
     it.
 
-    Then rows are copied before they are multiplied, and what TMA cannot load goes through
+    Rows are then copied before they are multiplied, and operands that TMA cannot load go through
     registers, in one stage.
     """
     return (
@@ -308,8 +312,8 @@ def _is_unfenced(x: Tensor) -> bool:
 
 
 def without_tma(kernel: str, tile: Tile) -> Tile:
-    """`tile`, or a smaller one: with pointers to the weight, which take registers, these spill with
-    Triton 3.8.
+    """Return `tile`, or a smaller one: with pointers to the weight, which take registers, these
+    spill with Triton 3.8.
     """
     smaller = {"gemm": Tile(128, 128, 64, 8, 4, 1), "swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
     return smaller.get(kernel, tile) if tile == TILES["large"][kernel] else tile
@@ -319,12 +323,12 @@ _bound = threading.local()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which is another one for some layers of a model that
-    is spread.
+    """Make the tensor's device current: Triton launches on the current device, and layers of one
+    model may be on several.
 
-    A thread has no CUDA context before its first call of CUDA's runtime, and Triton makes TMA
-    descriptors without one ("invalid device context"). In autograd's thread, our kernels may be the
-    first.
+    A thread has no CUDA context until its first call of CUDA's runtime, and without one Triton's
+    TMA descriptors fail ("invalid device context"); in autograd's thread our kernel may be that
+    first call.
     """
     if INTERPRETED:
         return nullcontext()
@@ -336,7 +340,9 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 @cache
 def _properties(device: torch.device) -> Any:
-    """Return properties that torch would look up for every launch, in 0.1 ms."""
+    """Return the device's properties, cached: torch would look them up for every launch, in 0.1
+    ms.
+    """
     return torch.cuda.get_device_properties(device)
 
 
@@ -355,8 +361,8 @@ def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:
 
 
 def table_of(major: int, shared_bytes: int) -> str:
-    """Key in `TILES` for two-byte dtypes on a device of compute capability `major`.x with that much
-    shared memory.
+    """Return the key in `TILES` for two-byte dtypes on a device of compute capability `major`.x
+    with that much shared memory.
     """
     if shared_bytes < 200 << 10:
         return "small"
@@ -364,10 +370,12 @@ def table_of(major: int, shared_bytes: int) -> str:
 
 
 def _most_programs(x: Tensor, tile: Tile) -> int:
-    """Return as many as the device runs at once; for a run of several ranks, a few times as many.
+    """Return the number of programs that the device runs at once; for a run of several ranks, a few
+    times that number.
 
-    In such a run, collectives occupy some multiprocessors. Programs without room start when others
-    have ended: instead of two full rounds, the kernel takes several short ones and one more.
+    In such a run, collectives occupy some multiprocessors. Programs that do not fit start when
+    others have ended: with small programs the kernel takes several short rounds and one more,
+    instead of two full ones.
     """
     if INTERPRETED:
         return _INTERPRETED_SMS
@@ -377,8 +385,8 @@ def _most_programs(x: Tensor, tile: Tile) -> int:
 
 
 def _tma_fits(*tensors: Tensor) -> bool:
-    """TMA, from Hopper on, wants bases and outer strides at multiples of 16 bytes. With float32
-    they spill.
+    """Return True if TMA, available from Hopper on, can load `tensors`: it needs bases and outer
+    strides at multiples of 16 bytes. With float32 its kernels spill.
     """
     if INTERPRETED or _properties(tensors[0].device).major < 9:
         return False
@@ -409,7 +417,7 @@ def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Ten
 def softmax_gradient_(
     logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C: Tensor, column_C: Tensor
 ) -> None:
-    """Write exp(logit - shift) * scale, less `hit` in `column`, over the logits; columns have
+    """Overwrite the logits by exp(logit - shift) * scale, minus `hit` in `column`; columns have
     stride 1.
     """
     rows, vocab_size = logits_CV.shape

@@ -1,21 +1,21 @@
-"""Products of matrices: single ones, and one per expert over consecutive groups of rows (grouped
+"""Matrix multiplications: single ones, and one per expert over consecutive groups of rows (grouped
 GEMM).
 
 A grouped GEMM is `y[m] = x[m] @ weight[e]` for the rows m of group e, where group e owns rows
 offsets[e - 1] to offsets[e], differentiable once. It and its gradient of weights are operators with
-fake kernels, so that meta tensors, torch.compile and selective activation checkpointing know them.
-Backends:
+fake kernels, so that meta tensors, torch.compile and selective activation checkpointing support
+them. Backends:
 
 - `triton`: titanlite's own kernels (`kernels_triton.py`), two-byte floats and float32, no
   synchronization.
-- `torch`: `F.grouped_mm` on CUDA for what it serves; else a loop of matmuls that write into the
-  output. `F.grouped_mm` on CPU leaves rows beyond offsets[-1] uninitialized, wants 16-byte strides,
-  has no float64, and refuses float32 under compile; on Blackwell experts without rows get gradients
-  (pytorch #172439, open with torch 2.13).
-- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch`
-  elsewhere.
+- `torch`: `F.grouped_mm` on CUDA for the tensors that it supports; else a loop of matmuls that
+  write into the output. `F.grouped_mm` on CPU leaves rows beyond offsets[-1] uninitialized,
+  requires 16-byte strides, has no float64, and rejects float32 under compile; on Blackwell experts
+  without rows get gradients (pytorch #172439, open with torch 2.13).
+- `auto`: `triton` on CUDA, unless there is a `triton_problem` or `use_triton(False)`; `torch` on
+  other devices.
 
-Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually kept as
+Shapes: M rows (tokens), E experts, K reduction, N columns. Weights of experts are usually stored as
 (E, N, K) and passed as `weight.mT`.
 """
 
@@ -32,22 +32,21 @@ from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
 from titanlite.ops.kernels import define_operator, has_triton, kernel_device, operator
 
-# torch takes its initial setting from the first; cuBLAS reads the second when it starts, and obeys
-# no other.
+# torch takes its initial setting from the first variable; cuBLAS reads the second when it starts,
+# and then obeys no other.
 _TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 
 
 def keep_float32() -> None:
-    """Let products and convolutions of float32 be computed in float32 in this process, and not in
-    TF32.
+    """Compute float32 matmuls and convolutions in this process in float32, not in TF32.
 
-    TF32 has 11 significant bits: a class of transformers that multiplies rotary positions by
-    frequencies would mix up those beyond 2,048. cuDNN uses it by default, cuBLAS where an image
-    sets one of the variables. Call before CUDA starts: later, the second variable counts.
+    TF32 has 11 significant bits: a transformers class that multiplies rotary positions by
+    frequencies would confuse positions beyond 2,048. cuDNN uses it by default, cuBLAS if an image
+    sets one of the variables. Call before CUDA starts: later, the second variable decides.
     """
     torch.set_float32_matmul_precision("highest")
     cudnn: Any = torch.backends.cudnn
-    cudnn.allow_tf32 = False  # first: it leaves the two below to the setting of all backends
+    cudnn.allow_tf32 = False  # first: it resets the two below to the common setting
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
     for name in _TF32_VARIABLES:
         if (value := read_variable(name)) in (None, "", "0"):
@@ -76,7 +75,7 @@ def sum_over_rows(
 def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     """Return `x.float() @ weight.float().T`, (..., N) float32, of x (..., K).
 
-    On CUDA two-byte operands are multiplied without a cast, which is exact, and kept so for
+    On CUDA two-byte operands are multiplied without a cast, which is exact, and saved uncast for
     backward.
     """
     if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
@@ -94,7 +93,7 @@ class _WideLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in
-        one product.
+        one matmul.
         """
         x, weight_NK = ctx.saved_tensors
         dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
@@ -107,8 +106,8 @@ class _WideLinear(torch.autograd.Function):
 
 
 def linear_each(x: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return `x @ weight.T` of each weight; the gradients of x (..., K) are added up in the
-    products.
+    """Return `x @ weight.T` for each weight; the gradients of x (..., K) are summed inside of the
+    matmuls.
     """
     return _LinearEach.apply(x, *weights_NK)
 
@@ -138,8 +137,8 @@ class _LinearEach(torch.autograd.Function):
 
 
 def _multiply_wide(a: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    """Return `a.float() @ b.float()`; torch multiplies narrow operands into a wide result on CUDA
-    alone.
+    """Return `a.float() @ b.float()`; only on CUDA, torch multiplies narrow operands into a wide
+    result.
     """
     if kernel_device(a.device) == "cuda":
         return torch.mm(a, b_KN, out_dtype=torch.float32)
@@ -159,7 +158,7 @@ def grouped_gemm(
     offsets_E: torch.Tensor,
     backend: GroupedGemmBackend = "auto",
 ) -> torch.Tensor:
-    """Multiply each group of rows with its own matrix; returns (M, N) in the dtype of x.
+    """Multiply each group of rows by its own matrix; return (M, N) in the dtype of x.
 
     Rows from offsets[-1] on are zero, whatever x holds there, and get zero gradient.
 
@@ -200,7 +199,7 @@ class _GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, offsets = ctx.saved_tensors
-        dy = dy.contiguous()  # that of a sum is expanded, with strides of 0
+        dy = dy.contiguous()  # a sum's gradient is expanded, with strides of 0
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = grouped_mm(dy, weight.mT, offsets, ctx.backend)
@@ -212,9 +211,9 @@ class _GroupedProduct(torch.autograd.Function):
 def resolve_backend(
     backend: GroupedGemmBackend, device: torch.device, dtype: torch.dtype
 ) -> GroupedGemmBackend:
-    """Return the backend that serves tensors of `dtype` on `device`.
+    """Return the backend that supports tensors of `dtype` on `device`.
 
-    Raises ValueError: `triton` was asked for and cannot run there.
+    Raises ValueError: `triton` was requested and cannot run there.
     """
     where = kernel_device(device)
     if backend == "auto":
@@ -240,10 +239,10 @@ def resolve_backend(
     return backend
 
 
-@torch.compiler.assume_constant_result  # a compiled graph would break at it
+@torch.compiler.assume_constant_result  # it would break a compiled graph
 def triton_problem() -> str | None:
-    """Return why Triton's code for this machine's GPU cannot be trusted, a sentence; None: it can,
-    or there is none.
+    """Return the reason, a sentence, why Triton's code for this machine's GPU cannot be trusted;
+    None if it can be trusted, or if there is no GPU.
     """
     if not is_blackwell():
         return None
@@ -259,7 +258,7 @@ def triton_problem() -> str | None:
 
 
 def has_fences(version: str) -> bool:
-    """Return True if that Triton has the tensor cores wait for what `cp.async` writes
+    """Return True if that Triton makes the tensor cores wait for writes of `cp.async`
     (scripts/compile_kernels.py).
     """
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3])) >= _TRITON_WITH_FENCES
@@ -267,7 +266,7 @@ def has_fences(version: str) -> bool:
 
 @cache
 def is_blackwell() -> bool:
-    """Return True if there is a data-centre Blackwell GPU: with tensor cores that read memory
+    """Return True if there is a data-centre Blackwell GPU: its tensor cores read memory
     asynchronously.
     """
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in _BLACKWELL
@@ -325,10 +324,10 @@ def grouped_mm_wgrad(
     x_rows: torch.Tensor | None = None,
     dy_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) when `k_major`, as the
+    """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) with `k_major`, as the
     weight is.
 
-    With rows, int32, `triton` multiplies those of x or dy.
+    With rows, int32, `triton` gathers these rows of x or dy.
     """
     if backend == "triton":
         return get_launchers().reduction_grouped_gemm(
@@ -338,7 +337,7 @@ def grouped_mm_wgrad(
     if _use_torch_kernel(x, dy):
         dw = F.grouped_mm(left.mT, right, offs=offsets)
         return dw.mT if k_major else dw
-    # a product over no rows is zeros
+    # a matmul over no rows gives zeros
     dw = x.new_empty(len(offsets), left.shape[1], right.shape[1])
     compute = get_compute_dtype(x)
     for expert, (start, end) in enumerate(get_groups(offsets)):
@@ -351,16 +350,14 @@ def grouped_mm_wgrad(
 
 
 def get_launchers() -> Any:
-    """Import the Triton kernels where they are used: nothing else needs triton, and importing it
-    takes a while.
-    """
+    """Import the Triton kernels on use: nothing else needs triton, and its import takes a while."""
     from titanlite.ops import launchers
 
     return launchers
 
 
 def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for what F.grouped_mm serves: bfloat16 on CUDA with 16-byte rows and at least one
+    """Return True if F.grouped_mm supports x: bfloat16 on CUDA with 16-byte rows and at least one
     row.
     """
     if not x.is_cuda or is_blackwell():
@@ -374,7 +371,7 @@ def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return float32 for two-byte floats on CPUs, which multiply those 16 to 50 times slower; else
+    """Return float32 for two-byte floats on CPUs, which multiply them 16 to 50 times slower; else
     x.dtype.
     """
     return (
@@ -397,4 +394,4 @@ def _(x: Any, weight: Any, *rest: Any, **options: Any) -> int:
 
 @register_flop_formula([torch.ops.titanlite.grouped_mm_wgrad, grouped_mm_wgrad_into])
 def _(x: Any, dy: Any, *rest: Any, **options: Any) -> int:
-    return 2 * max(x[0], dy[0]) * x[1] * dy[1]  # one of the two may have the rows of tokens
+    return 2 * max(x[0], dy[0]) * x[1] * dy[1]  # either operand may be the one with gathered rows

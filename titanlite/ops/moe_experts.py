@@ -1,11 +1,10 @@
 """Mixture of experts on routed tokens: gather rows out, GEMM, SwiGLU, GEMM, gather-sum rows back.
 
-With the `triton` backend it is fused. Only
-`z = [gate | up]`, (R, 2 I), is kept for backward: h is computed again while its gradient is at
-hand, and neither the permuted tokens nor the results per row are needed, so that a recomputation
-ends before the second GEMM. The kernels gather the tokens inside the first GEMM and apply SwiGLU
-and the router's weight to its accumulator. Otherwise the same is composed of `permute_tokens`,
-`grouped_gemm`, `swiglu` and `unpermute_sum`.
+With the `triton` backend it is fused. Only `z = [gate | up]`, (R, 2 I), is saved for backward. h is
+recomputed when its gradient is computed, and neither the permuted tokens nor the results per row
+are needed, so that a recomputation ends before the second GEMM. The kernels gather the tokens
+inside the first GEMM and apply SwiGLU and the router's weight to its accumulator. Otherwise it is
+composed of `permute_tokens`, `grouped_gemm`, `swiglu` and `unpermute_sum`.
 
 Both directions of the permutation are gathers, each the other's gradient. A scatter-add (autograd's
 own backward of `index_select`) would use atomics on CUDA, whose order, and so whose rounding,
@@ -37,10 +36,10 @@ from titanlite.ops.matmul import (
 
 
 def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
-    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or better; no (T, k,
-    D) copy.
+    """Return out[t] = sum over j of y[rows[t, j]], in order of j, in float32 or wider, without a
+    (T, k, D) copy.
 
-    Rows from R on, which only a token with fewer than k rows has, are zeros.
+    Rows from R on count as zeros; only a token with fewer than k rows has such entries.
     """
     if rows_Tk.shape[1] == 1:
         return y_RD.index_select(0, rows_Tk.squeeze(1))
@@ -76,9 +75,9 @@ class _Move(torch.autograd.Function):
 def sort_rows(ids_Tk: Tensor, num_rows: int | None = None) -> tuple[Tensor, ...]:
     """Order rows by their ids, stable in the tokens; return (ids_R, order_R, token_R, rows_Tk).
 
-    `order_R`, int64, has the place in the flattened (T, k) ids of each sorted row, or of the first
-    `num_rows`, and `token_R`, int32, its token. `rows_Tk`, int32, has the sorted row of each
-    choice: the inverse of all of `order_R`.
+    `order_R`, int64, has the position in the flattened (T, k) ids of each sorted row, or of the
+    first `num_rows` rows; `token_R`, int32, has its token. `rows_Tk`, int32, has the sorted row of
+    each choice: the inverse of the whole `order_R`.
     """
     ids_R, order_R = ids_Tk.flatten().sort(stable=True)
     arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
@@ -93,7 +92,7 @@ def group_by_expert(
 ) -> tuple[Tensor, ...]:
     """Return `sort_rows` without the sorted ids, and the end of each expert's rows, int32.
 
-    Ids from `num_experts` on are last and not counted.
+    Ids from `num_experts` on come last and do not count.
     """
     ids_R, *order = sort_rows(ids_Tk, num_rows)
     ids_E = torch.arange(num_experts, dtype=ids_R.dtype, device=ids_R.device)
@@ -111,7 +110,7 @@ def permute_tokens(x_TD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
 
 def unpermute_sum(y_RD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
     """Sum each token's rows in a fixed order: `out[t] = sum_j y[rows_Tk[t, j]]`, (T, D); arguments
-    as above.
+    as in `permute_tokens`.
     """
     return _Move.apply(y_RD, token_R, rows_Tk, True)
 
@@ -131,7 +130,7 @@ class _AddBias(torch.autograd.Function):
         bias, offsets, weight, expert_R = ctx.saved_tensors
         dbias = dweight = None
         if ctx.needs_input_grad[1]:
-            # One column of a product sums over rows; 8 of them are 16 bytes, which kernels want.
+            # A matmul with one column of ones sums over rows; kernels need 16 bytes, so 8 columns.
             factors = dy.new_zeros(dy.shape[0], 8)
             factors[:, 0] = 1 if weight is None else weight
             backend = resolve_backend("auto", dy.device, dy.dtype)
@@ -144,19 +143,19 @@ class _AddBias(torch.autograd.Function):
 def add_expert_bias(
     y_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor, weight_R: Tensor | None = None
 ) -> Tensor:
-    """Add to each row the bias of its expert, times the row's weight if there are some; the
+    """Add to each row the bias of its expert, times the row's weight if weights are given. The
     gradient of a bias is a sum over its rows in a fixed order.
     """
     return _AddBias.apply(y_RN, bias_EN.to(y_RN.dtype), offsets_E, weight_R)
 
 
 class Exchange(Protocol):
-    """Gradients in flight between ranks while the experts' backward computes something else."""
+    """Gradients in flight between ranks while the experts' backward computes."""
 
     is_served: bool  # set by experts whose backward calls both `wait` and `begin`
 
     def wait(self) -> None: ...  # for the gradient of the results, before its first use
-    # send the gradient of x; meanwhile those of the weights are computed
+    # send the gradient of x while the weights' gradients are computed
     def begin(self, dx_TD: Tensor) -> None: ...
 
 
@@ -171,18 +170,18 @@ def moe_experts(
     backend: GroupedGemmBackend = "auto",
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D) in the
-    dtype of x.
+    """Return out[t] = sum over the rows r of token t of row_weight[r] * expert_of(r)(x[t]), (T, D)
+    in the dtype of x.
 
-    `gate_up_proj` is (E, 2 I, D), gate above up, `down_proj` (E, D, I); x has their dtype.
-    `offsets_E`, int32, is the end of each expert's rows; rows after the last end belong to none and
-    add nothing. `token_R` and the float32 `row_weight_R` are the token of each row and the router's
-    weight of it. `rows_Tk` are the rows of each token, summed in this order; R or more means no
-    row. `exchange` is called in backward when a gradient is needed or can be sent. A weight may
-    have an attribute `find_total`, which returns a float32 tensor for its gradient, contiguous, and
-    whether to add to it; `triton` calls it then, and the weight gets no other gradient.
+    `gate_up_proj` is (E, 2 I, D), gate above up, and `down_proj` (E, D, I); x has their dtype.
+    `offsets_E`, int32, is the end of each expert's rows; rows after the last end belong to no
+    expert and add nothing. `token_R` and the float32 `row_weight_R` are the token and the router's
+    weight of each row. `rows_Tk` are the rows of each token, summed in this order; R or more means
+    no row. `exchange` is called in backward when a gradient is needed or can be sent. A weight may
+    have an attribute `find_total`, which returns a contiguous float32 tensor for its gradient, and
+    whether to add to it. `triton` then calls it, and the weight gets no other gradient.
 
-    Raises ValueError as `grouped_gemm`.
+    Raises ValueError: as `grouped_gemm`.
     """
     chosen = resolve_backend(backend, x_TD.device, x_TD.dtype)
     leaves = (x_TD.contiguous(), gate_up_proj, down_proj, row_weight_R)
@@ -205,13 +204,13 @@ def moe_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Backward of the whole operator. The one element of its result only carries the gradient from
-    `_Results`.
+    """Autograd node whose backward is that of the whole operator. Its result has a single element
+    in memory, and only passes the gradient of `_Results` on.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        *saved, ctx.totals, ctx.exchange = others  # as `backward` takes them
+        *saved, ctx.totals, ctx.exchange = others  # in the order of `backward`
         ctx.save_for_backward(x, *saved)
         return x.new_empty(()).expand(x.shape)
 
@@ -219,7 +218,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
         need_x, need_gate_up, need_down, need_row_weight = ctx.needs_input_grad[:4]
-        # Unpack once: under activation checkpointing that recomputes.
+        # Unpack once: under activation checkpointing this recomputes.
         x, gate_up, down, row_weight, token, rows, offsets, z = ctx.saved_tensors
         if ctx.exchange is not None:
             ctx.exchange.wait()
@@ -240,7 +239,9 @@ class _Experts(torch.autograd.Function):
 
 
 def _sum_gradient(find_total: Any, x: Any, dy: Any, offsets: Any, *rows: Any) -> Tensor | None:
-    """Return the gradient of a weight, or put it into what `find_total` gives and return none."""
+    """Return the gradient of a weight, or write it into the tensor from `find_total` and return
+    None.
+    """
     if find_total is None:
         return grouped_mm_wgrad(x, dy, offsets, True, "triton", *rows).mT
     grouped_mm_wgrad_into(x, dy, offsets, *find_total(), *rows)
@@ -248,8 +249,8 @@ def _sum_gradient(find_total: Any, x: Any, dy: Any, offsets: Any, *rows: Any) ->
 
 
 class _Results(torch.autograd.Function):
-    """The second product and the sum. No tensor is saved: a recomputation that ends with the layer
-    leaves it out.
+    """Autograd node of the second matmul and the sum. It saves no tensor, so a recomputation that
+    ends with the layer skips them.
     """
 
     @staticmethod
@@ -278,7 +279,7 @@ def _like_gradients(dout: Any, down: Any, row_weight: Any, token: Any, offsets: 
 def gather_swiglu(
     x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return (h, z) by Triton: h (R, I), multiplied by the row's weight, of z (R, 2 I); z is empty
+    """Return (h, z) by Triton: h (R, I) from z (R, 2 I), multiplied by the row's weight; z is empty
     unless `keep`.
     """
     h, z = get_launchers().row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
@@ -289,7 +290,7 @@ def gather_swiglu(
 def gather_swiglu_backward(
     dout: Tensor, down: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dz, h, drow_weight) by Triton; the last in float32."""
+    """Return (dz, h, drow_weight) by Triton; the last one in float32."""
     return get_launchers().row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
 
 
