@@ -169,7 +169,7 @@ def test_a_scorer_that_fails_ends_all_ranks_with_one_error(
     assert code == 2, text
     message = text[text.index("titanlite: error: ") :]
     assert message.startswith("titanlite: error: evaluation: ")
-    where = "line {}: evaluation.scorer 'exact_match' "
+    where = "row {}: evaluation.scorer 'exact_match' "
     for row, problem in (
         (4, "raised KeyError: 'no such unit'."),
         (6, "returned nan, not a finite number. (rank 1)"),
