@@ -26,7 +26,7 @@ def record_event(kind: str, text: str, step: int) -> None:
 
     `kind` is a word for events of the same kind ("start", "save", "skip", "error", ...), and `text`
     is a sentence for the user. If the file cannot be written, there is only a warning, because an
-    event often precedes a worse error.
+    event often precedes a worse error; the next event writes it, too.
     """
     file = _state.get("file")
     if get_rank() or file is None:

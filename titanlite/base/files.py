@@ -2,7 +2,7 @@
 at a time writes to a folder.
 
 Opening a pipe blocks until its other end opens, and reading a device may never end. Records that
-cannot be appended are lost; a file that cannot be replaced keeps its old content.
+cannot be appended wait for the next record; a file that cannot be replaced keeps its old content.
 """
 
 import errno
@@ -13,6 +13,7 @@ import stat
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import IO, Any, ClassVar
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.text import describe_error
 
+_MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_READ_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
 
@@ -85,21 +87,37 @@ def read_json(path: str | Path) -> Any:
 
 
 class AppendedFile:
-    """A file to which records are appended whole or not at all.
+    """A file to which records are appended whole or not at all. A record that cannot be written
+    waits for the next one.
 
-    It is opened for each record, so that a killed process loses none; its folder is created if it
-    is missing.
+    The file is opened for each record, so that a killed process loses none, and its folder is
+    created if it is missing. At most 16 MiB wait; beyond that, the oldest records are dropped.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._waiting: deque[bytes] = deque()
 
-    def append(self, record: bytes) -> None:
-        """Write `record`. Raises OSError: the record cannot be written, and is lost."""
+    def append(self, record: bytes = b"") -> None:
+        """Write the waiting records and then `record`, in one piece. Raises OSError: they cannot be
+        written, and wait.
+        """
+        if record:
+            self._waiting.append(record)
+        try:
+            self._write(b"".join(self._waiting))
+        except OSError:
+            num_bytes = sum(map(len, self._waiting))
+            while num_bytes > _MOST_BYTES:
+                num_bytes -= len(self._waiting.popleft())
+            raise
+        self._waiting.clear()
+
+    def _write(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            rest = memoryview(record)
+            rest = memoryview(data)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]

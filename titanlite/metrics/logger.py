@@ -82,7 +82,8 @@ class MetricsLogger:
     and values per MoE layer are lists. A resumed run appends; if a step occurs twice, the later
     line counts.
 
-    A point that cannot be written is lost; there is one warning per run.
+
+    A point that cannot be written is one warning, and waits in memory for the next point.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class MetricsLogger:
         if not self._enabled:
             return
         self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
-        self._append(b"")  # creates the file at the start, or warns
+        self._append()  # creates the file at the start, or warns
         if job.metrics.enable_progress_bar and can_show_bar():
             self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
 
@@ -222,11 +223,14 @@ class MetricsLogger:
             )
 
     def close(self) -> None:
-        """Remove the progress bar, and close TensorBoard's file; later calls do nothing."""
+        """Write the waiting records, if any, and remove the progress bar; later calls do
+        nothing.
+        """
         if not self._enabled:
             return
         self._enabled = False
         self._stop_bar()
+        self._append()
         if self._writer is not None:
             with suppress(OSError):  # the first failure was reported
                 self._writer.close()
@@ -282,14 +286,14 @@ class MetricsLogger:
             )
             self._tensorboard = None
 
-    def _append(self, record: bytes) -> None:
-        """Write `record` to metrics.jsonl; if that fails, warn once."""
+    def _append(self, record: bytes = b"") -> None:
+        """Write what waits for metrics.jsonl and `record`; if that fails, warn once."""
         try:
             self._file.append(record)
         except OSError as error:
             warn_once(
                 f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training "
-                "goes on without the points that cannot be written."
+                "goes on, and what could not be written waits for the next point."
             )
 
     def _stop_bar(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from files import at_most
 
+from titanlite.base import files as run_files
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.files import (
     AppendedFile,
@@ -117,16 +118,30 @@ def test_regular_files_links_to_them_and_their_limit(tmp_path):
         parse_json("[" * 200_000)
 
 
-def test_no_record_is_torn(tmp_path, full_disk):
+def test_records_wait_in_order_and_none_is_torn(tmp_path, full_disk):
     file = AppendedFile(tmp_path / "new/file")
     file.append(b"one\n")
     full_disk(6)  # room for half of the next
-    with pytest.raises(OSError, match="File too large") as caught:
-        file.append(b"two\n")
-    assert is_full(caught.value) and file.path.read_bytes() == b"one\n"
+    for record in (b"two\n", b"three\n"):
+        with pytest.raises(OSError, match="File too large") as caught:
+            file.append(record)
+        assert is_full(caught.value)
+    assert file.path.read_bytes() == b"one\n"
     full_disk(None)
-    file.append(b"three\n")
-    assert file.path.read_bytes() == b"one\nthree\n"
+    file.append()
+    assert file.path.read_bytes() == b"one\ntwo\nthree\n"
+
+
+def test_what_waits_is_bounded_and_the_oldest_goes(tmp_path, full_disk, monkeypatch):
+    monkeypatch.setattr(run_files, "_MOST_BYTES", 8)
+    file = AppendedFile(tmp_path / "file")
+    full_disk(0)
+    for record in (b"1111", b"2222", b"3333"):
+        with pytest.raises(OSError, match="File too large"):
+            file.append(record)
+    full_disk(None)
+    file.append(b"4")
+    assert file.path.read_bytes() == b"222233334"
 
 
 def test_a_file_that_cannot_be_replaced_stays(tmp_path, full_disk):
