@@ -1,4 +1,4 @@
-"""The link `best`: leads to a complete checkpoint or is not there."""
+"""The link `best` leads to a complete checkpoint, or it does not exist."""
 
 import os
 

@@ -43,8 +43,8 @@ KINDS = [
 
 @pytest.fixture(params=KINDS, ids=" ".join)
 def mixture(request, tmp_path):
-    """(implementation, `change(function of a bias)`) for a folder whose model has experts in layers
-    1 to 3.
+    """Return (implementation, `change(function of a bias)`) for a folder whose model has experts in
+    layers 1 to 3.
     """
     name, implementation = request.param
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, cap
 
 
 def spread(low, high, dtype):
-    """Biases of 8 experts, rounded as by a checkpoint in `dtype`, and read again."""
+    """Return biases of 8 experts as they are read back from a checkpoint in `dtype`."""
     return torch.linspace(low, high, 8).to(dtype)
 
 

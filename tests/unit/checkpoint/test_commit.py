@@ -1,5 +1,5 @@
-"""A checkpoint folder is complete or not there; what is wrong with one is said; what a killed
-process left goes.
+"""A checkpoint folder is complete or absent, a damaged one is reported, and remains of a killed
+process are removed.
 """
 
 import errno
@@ -50,7 +50,7 @@ def rest_of(text="{}"):
 
 
 def fail(error):
-    """A function that raises `error`, whatever it is given."""
+    """Return a function that raises `error`, whatever its arguments are."""
 
     def raise_error(*_, **__):
         raise error
@@ -59,7 +59,7 @@ def fail(error):
 
 
 def complete_folder(folder, text="some bytes"):
-    """A checkpoint with a manifest, made without the code under test."""
+    """Make a checkpoint with a manifest, without the code under test."""
     (folder / "titanlite").mkdir(parents=True)
     contents = {
         "model.safetensors": text.encode(),
@@ -89,7 +89,7 @@ def names_in(folder):
 
 
 def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
-    folder = tmp_path / "checkpoint" / "step-1"  # the parent does not exist either
+    folder = tmp_path / "checkpoint" / "step-1"  # the parent does not exist, either
     files = files_of(1.0, file_bytes=400)
     commit_folder(folder, files, rest_of())
     assert names_in(folder.parent) == {"step-1"}
@@ -111,7 +111,7 @@ def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_gro
 
     def refuse_the_second(path, to):
         calls.append(path)
-        if len(calls) == 2:  # the old folder is hidden, and the new one is not there
+        if len(calls) == 2:  # the old folder is hidden, and the new one does not exist yet
             raise PermissionError(13, "Permission denied")
         return rename(path, to)
 
@@ -142,7 +142,7 @@ REMEDIES = {
 def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(
     tmp_path, process_group, monkeypatch, error, text
 ):
-    """And only a full disk is told to free space."""
+    """Each error names its own remedy; only "disk full" asks the user to free space."""
     folder = complete_folder(tmp_path / "step-1")
     monkeypatch.setattr(Path, "write_bytes", fail(error))
     with pytest.raises(CheckpointError) as raised:
@@ -217,7 +217,7 @@ def test_a_file_that_is_not_the_saved_one_is_found(tmp_path, change, says):
     assert check_folder(folder) == ([] if change is flip else [says])
 
 
-# Entry of the model in the manifest; what is said of it.
+# An entry of the model in the manifest, and the problem that is reported.
 WRONG_ENTRIES = [
     *((entry, "its entry in titanlite/manifest.json is damaged.") for entry in (5, {"bytes": 1})),
     ({"bytes": "many", "adler32": ""}, "has 10 bytes, titanlite/manifest.json says many."),
@@ -296,7 +296,7 @@ def test_list_steps_has_only_folders_that_step_folder_finds(tmp_path):
 def test_clean_up_removes_what_killed_processes_left(tmp_path):
     complete_folder(tmp_path / "step-1")
     complete_folder(tmp_path / ".step-1.a.old")  # killed after both renames of a replacement
-    complete_folder(tmp_path / ".step-2.a.tmp")  # complete perhaps, but not flushed
+    complete_folder(tmp_path / ".step-2.a.tmp")  # it may be complete, but was not flushed
     complete_folder(tmp_path / ".step-3.a.gone")  # killed while removing
     kept = {"step-1", ".other.tmp", "notes", ".step-4"}
     for name in kept - {"step-1"}:
@@ -328,8 +328,8 @@ def test_remove_old(tmp_path, keep_latest, keep_every, left):
 
 
 def test_remove_old_counts_complete_checkpoints_only(tmp_path):
-    # A run resumed from step 4, for step 10 is damaged, and has just saved step 6. That must not be
-    # what goes.
+    # A run was resumed from step 4, because step 10 is damaged, and has just saved step 6. Step 6
+    # must be kept.
     for step in (4, 6, 10):
         complete_folder(step_folder(tmp_path, step))
     (tmp_path / "step-10" / "model.safetensors").unlink()
@@ -338,7 +338,9 @@ def test_remove_old_counts_complete_checkpoints_only(tmp_path):
 
 
 def test_a_file_system_that_does_not_answer_is_no_damage(tmp_path, monkeypatch):
-    """Taken for damage, it would set every checkpoint aside, and the run would begin anew."""
+    """If such an error counted as damage, every checkpoint would be set aside and the run would
+    start from scratch.
+    """
     folder = complete_folder(tmp_path / "step-1")
     error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
     monkeypatch.setattr("titanlite.checkpoint.commit._checksum_of", fail(error))

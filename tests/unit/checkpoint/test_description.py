@@ -1,4 +1,4 @@
-"""What is written into config.json beside a model's weights."""
+"""The config.json and the tokenizer files that are saved with a model's weights."""
 
 import json
 from dataclasses import replace
@@ -20,8 +20,8 @@ QWEN3 = families()["qwen3"].presets["debug"]
 
 
 def write(config, original, folder):
-    """Beside the weights of `config`, which training began with those of a folder with the
-    config.json `original`.
+    """Write config.json for `config`, after a start from a folder whose config.json is `original`;
+    return it.
     """
     assets, out = folder / "assets", folder / "out"
     assets.mkdir(exist_ok=True)
@@ -38,8 +38,8 @@ def describe_into(folder, config, assets=None):
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_the_rotary_scaling_of_the_run_is_what_is_read_back(tmp_path, family):
-    """The original's may stand in two places; one of them would count for more than the run's
-    own.
+    """The original scaling may be in two places, and one of them would override the run's own
+    scaling.
     """
     for where in ["table", "top", "both"]:
         config = replace(families()[family].presets["debug"], rope_scaling=YARN)
@@ -76,7 +76,7 @@ def test_code_that_is_not_written_is_not_named(tmp_path):
 
 
 def test_what_transformers_refuses_is_named_with_the_file(tmp_path):
-    """Before it is known whether training is worth anything: this is built before the first
+    """The error comes before any training, because this description is built before the first
     step.
     """
     config = families()["llama"].presets["debug"]
@@ -129,14 +129,14 @@ ROPES = {
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
-    """Transformers 4 does not know `rope_parameters` and takes its defaults; ours reads both
+    """Transformers 4 ignores `rope_parameters` and would use its defaults; titanlite reads both
     forms.
     """
     if families()[family].has_rope_by_kind:
         pytest.skip("transformers 4 has no common names for a table per kind of layer")
     for scaling in ROPES:
         if family == "gpt_oss" and scaling == "default":
-            continue  # its class takes none for YaRN
+            continue  # gpt-oss's class accepts YaRN only
         config = replace(
             families()[family].presets["debug"], rope_theta=12345.0, rope_scaling=ROPES[scaling]
         )
@@ -158,7 +158,8 @@ def test_older_readers_find_every_key_under_its_older_name(tmp_path, family):
 
 
 PUBLISHED = read_json(Path(__file__).parents[1] / "models/published_configs.json")
-# Without effect on what is computed, or of programs that titanlite does not write for.
+# These keys do not change what the model computes, or belong to programs that titanlite does not
+# write for.
 NOT_WRITTEN = {
     *(
         "bos_token_id",
@@ -171,16 +172,16 @@ NOT_WRITTEN = {
     ),
     *("auto_map", "aux_loss_alpha", "seq_aux", "ep_size", "quantization_config"),
 }
-# As transformers writes them: `layer_types` says where full attention is.
+# Transformers omits these keys, too: `layer_types` says which layers have full attention.
 NOT_WRITTEN_BY_FAMILY = {
     "qwen3_moe": {"max_window_layers"},
     "qwen3_next": {"full_attention_interval", "use_sliding_window"},
     "qwen3_5_text": {
         *("full_attention_interval", "mlp_only_layers", "mamba_ssm_dtype"),
-        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # of layers that are not there
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),  # the model lacks these layers
     },
 }
-# A published dots.llm1 has the keys of DeepSeek-V3's experts, without its attention.
+# A published dots.llm1 has the expert keys of DeepSeek-V3, but not its attention.
 LATENT = {
     "kv_lora_rank",
     "q_lora_rank",
@@ -217,7 +218,7 @@ def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
             "beta_fast": 32,
             "finetuned": True,
         }
-        table |= {"low_freq_factor": 2.0}  # of another type: without effect, and not ours to remove
+        table |= {"low_freq_factor": 2.0}  # a key of another type has no effect, and is kept
         config = replace(families()[family].presets["debug"], rope_scaling=YARN)
         written = write(config, {form: table}, tmp_path)
         for name in ("rope_scaling", "rope_parameters"):
@@ -226,7 +227,9 @@ def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
 
 
 def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
-    """The run overrode it: an entry of the folder's would describe what is no longer there."""
+    """The run overrode the type, so an entry of the folder's table would describe a scaling that is
+    no longer used.
+    """
     config = replace(families()["qwen3"].presets["debug"], rope_scaling=ROPES["linear"])
     table = {
         "rope_type": "yarn",
@@ -258,8 +261,8 @@ ROPE_OF_4 = {
 @pytest.mark.parametrize("form", ["older", "newer"])
 @pytest.mark.parametrize("model_type", ROPE_OF_4)
 def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, form):
-    """From a folder of transformers 4 as from one of 5; read by 5 as if the older keys were not
-    there.
+    """The older keys are written whether the folder is from transformers 4 or 5, and transformers 5
+    reads the same values as without them.
     """
     from transformers import AutoConfig
 
@@ -303,8 +306,8 @@ def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
 
 
 def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
-    """Transformers 4 raises for a list of extra tokens, and a note of how a file was loaded is true
-    once.
+    """Transformers 4 raises an error for a list of extra tokens. Keys that say how a file was
+    loaded are not saved, because they hold for one load only.
     """
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -334,8 +337,8 @@ def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
 
 @pytest.mark.parametrize("form", ["table", "keys", "both kinds"])
 def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
-    """Transformers 5 writes each as a key, which 4 ignores, so that it takes the image token for a
-    word.
+    """Transformers 5 writes each special token as a key. Version 4 ignores such keys, and would
+    take the image token for a word.
     """
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer
@@ -362,7 +365,7 @@ def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
     special, unnamed = (
         set(tokenizer.all_special_ids),
         tokenizer.extra_special_tokens,
-    )  # 5.17 drops the list of both kinds
+    )  # transformers 5.17 drops the list of "both kinds"
     assert special >= {0, 2}
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()

@@ -38,7 +38,7 @@ def _refusal(folder, *words):
 
 @pytest.fixture
 def sharded(tmp_path):
-    """A sound model in two files: a and b in the first, c in the second."""
+    """Save a valid model in two files: a and b in the first, c in the second."""
     folder = tmp_path / "model"
     _save(folder / FIRST, "a", "b")
     _save(folder / SECOND, "c")
@@ -46,11 +46,12 @@ def sharded(tmp_path):
     return folder
 
 
-# ---- folders that are as they should be ----
+# ---- valid folders ----
 
 
 def test_links_into_a_cache_of_blobs(tmp_path):
-    # As huggingface_hub stores them: the blobs' names have no suffix and are outside the folder.
+    # huggingface_hub stores files like this: the blobs' names have no suffix, and the blobs are
+    # outside the folder.
     folder = tmp_path / "snapshots" / "0123abc"
     folder.mkdir(parents=True)
     _save(tmp_path / "blobs" / "aa11", "a", "b")
@@ -106,7 +107,7 @@ def test_no_model(tmp_path):
     _refusal(tmp_path / "nowhere", give)
     _refusal(tmp_path / "other.safetensors", give)
     _refusal(tmp_path / ("x" * 300))
-    # an interrupted download, or a cache without its blobs
+    # The download was interrupted, or the cache lacks its blobs.
     (tmp_path / SINGLE_FILE).symlink_to("../blobs/aa11")
     assert "neither" not in _refusal(tmp_path, SINGLE_FILE)
     (tmp_path / SINGLE_FILE).unlink()
@@ -116,7 +117,7 @@ def test_no_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a\n\x1b[31m.pth"])
 def test_pickle_files_are_refused_and_never_opened(tmp_path, name, monkeypatch):
-    os.mkfifo(tmp_path / name)  # whoever opens it waits
+    os.mkfifo(tmp_path / name)  # opening it would block
     opened = []
 
     def forbid(path, *_, **__):
@@ -137,7 +138,7 @@ def test_pickle_files_are_refused_and_never_opened(tmp_path, name, monkeypatch):
 # ---- the index itself ----
 
 
-# What is in the file, or None for a folder and "" for a named pipe; what is said of it.
+# The content of the file (None: a folder, "": a named pipe), and the reported problem.
 NO_OBJECT = {
     "empty": (b"", "is not valid JSON: "),
     "control characters": (b'{"\n\x1b": 1}', "is not valid JSON: "),
@@ -183,7 +184,7 @@ OUTSIDE = [
 
 
 def test_index_names_no_file_of_the_folder(sharded, tmp_path, monkeypatch):
-    # the files are there, and sound
+    # The files exist and are valid.
     for place in (tmp_path.parent, tmp_path, sharded, sharded / "sub"):
         _save(place / "x.safetensors", "model.d.weight")
     monkeypatch.setattr(folder_module, "read_header", lambda path: pytest.fail(f"read {path}"))

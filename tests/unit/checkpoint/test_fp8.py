@@ -1,4 +1,6 @@
-"""Block-scaled FP8: dequantized while it is read, in whatever pieces, as a plain loop would."""
+"""Block-scaled FP8 is dequantized while it is read; any region has the values that a plain loop
+computes.
+"""
 
 import os
 
@@ -21,9 +23,9 @@ QWEN3_MOE = families()["qwen3_moe"].presets["debug"]
 
 
 def quantized(shape, block, seed, scale_dtype=torch.float32):
-    """A weight and its factors."""
+    """Return a random FP8 weight and its scales."""
     generator = torch.Generator().manual_seed(seed)
-    # Older versions of torch make NaN of what is above the largest, 448.
+    # Older versions of torch convert values above the largest one, 448, to NaN.
     weight = (
         (torch.randn(shape, generator=generator) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     )
@@ -45,7 +47,7 @@ def plain_loop(weight, scale, block):
 
 
 def spread(weight, scale, block):
-    """The same as `plain_loop`, for large weights."""
+    """Compute what `plain_loop` does, fast enough for large weights."""
     factors = scale.to(torch.float32).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return weight.to(torch.float32) * factors[: weight.shape[0], : weight.shape[1]]
 
@@ -83,8 +85,8 @@ def test_shards_that_cut_blocks(tmp_path, scale_dtype):
     reader = open_weight(tmp_path, weight, scale, block)
     regions = [
         Region((0, 0), (70, 90)),
-        Region((7, 0), (9, 90)),  # rows inside one block and up to its end
-        Region((15, 0), (2, 90)),  # over an edge
+        Region((7, 0), (9, 90)),  # rows inside one block, and up to its end
+        Region((15, 0), (2, 90)),  # rows of two blocks
         Region((69, 0), (1, 90)),
         Region((0, 23), (70, 2)),
         Region((0, 89), (70, 1)),
@@ -101,7 +103,7 @@ def test_shards_that_cut_blocks(tmp_path, scale_dtype):
     ("shape", "region"),
     [
         ((3000, 700), Region((77, 300), (2900, 350))),
-        ((3, 1_500_001), Region((0, 0), (3, 1_500_001))),  # a row is more than is read at once
+        ((3, 1_500_001), Region((0, 0), (3, 1_500_001))),  # a row is larger than one read
         ((3, 1_500_001), Region((1, 3), (2, 1_400_000))),
     ],
 )
@@ -124,14 +126,14 @@ def test_memory_beyond_the_shard_stays_small(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", sampled)
     reader.read([ReadRequest("w", Region((0, 0), shape), shard)])
     assert bool((shard == 1).all())
-    # Raw bytes, float32 values, their factors and products of what a thread has in hand; and the
-    # threads' arenas.
+    # Each thread holds raw bytes, float32 values, their scales and the products; the threads'
+    # allocator arenas also count.
     assert max(seen) - before < (4 * num_threads + 6) * 2**20
 
 
 def test_factors_may_lie_in_another_file_than_the_weight(tmp_path):
-    # Files are cut by size, so a weight can be the last of one and its factors the first of the
-    # next.
+    # Files are split by size, so a weight can be the last tensor of a file and its scales the first
+    # of the next.
     weight, scale = quantized((40, 50), (16, 24), 4)
     reader = open_weight(tmp_path, weight, scale, (16, 24), two_files=True)
     assert torch.equal(
@@ -143,7 +145,9 @@ def test_factors_may_lie_in_another_file_than_the_weight(tmp_path):
 
 
 def fp8_files(config, block):
-    """What is on disk, keys as Hugging Face has them, and the values that the model must get."""
+    """Return the stored tensors under Hugging Face's keys, and the values that the model must
+    get.
+    """
     model = build_decoder(config)
     materialize(model, "cpu", seed=3)
     stored, expected = {}, {}
@@ -187,7 +191,7 @@ def load(folder):
 
 
 def test_model_with_stacked_experts(tmp_path):
-    # divides nothing here; what it is without a word in config.json
+    # The first block size divides no weight here; the second is the default without a config.json.
     for block in [(10, 24), (128, 128)]:
         folder = tmp_path / str(block[0])
         stored, expected = fp8_files(QWEN3_MOE, block)
@@ -254,8 +258,8 @@ def test_other_quantization_is_refused(tmp_path):
             match=r"quantization_config: weights of quant_method .* cannot be read, only",
         ):
             families()["qwen3_moe"].from_hf({**hf, "quantization_config": quantization}, "x")
-    # Sizes may come from a flavor. Then config.json is read for its blocks only, and no one has
-    # checked them.
+    # If the sizes come from a preset, config.json is read for its blocks only, and nothing has
+    # checked them yet.
     write_model(tmp_path, fp8_files(QWEN3_MOE, (128, 128))[0], None)
     for quantization in blocks:
         write_json(tmp_path / "config.json", {"quantization_config": quantization})

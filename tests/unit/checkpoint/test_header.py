@@ -1,4 +1,6 @@
-"""Headers of safetensors files: what the library reads, or a refusal that names the file."""
+"""Headers of safetensors files: they are read as the library reads them, or refused with an error
+that names the file.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ def _entry(dtype="F32", shape=(1,), offsets=(0, 4), **extra):
 
 
 def _pack(header, data=b""):
-    """A file with `header`: bytes and text as they are, everything else as JSON."""
+    """Pack a file with `header`: bytes and strings are written unchanged, everything else as
+    JSON.
+    """
     text = header if isinstance(header, str | bytes) else json.dumps(header)
     text = text.encode() if isinstance(text, str) else text
     return struct.pack("<Q", len(text)) + text + data
@@ -45,7 +49,7 @@ def file(tmp_path):
     return tmp_path / "x.safetensors"
 
 
-# ---- files that are as they should be ----
+# ---- valid files ----
 
 
 def _example_tensors():
@@ -110,7 +114,7 @@ def test_headers_of_other_writers_are_read(file):
 
 
 def test_only_the_header_is_read(file):
-    nbytes = 1 << 36  # a sparse file: reading it would take a minute
+    nbytes = 1 << 36  # a sparse file, which would take a minute to read
     header = _pack({"a": _entry("U8", [nbytes], [0, nbytes])})
     file.write_bytes(header)
     os.truncate(file, len(header) + nbytes)
@@ -140,7 +144,7 @@ def test_what_is_no_regular_file_is_refused(file, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
-    # a socket's path is short
+    # The path of a socket must be short.
     with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path), at_most(10):
         server.bind("socket")
         for name in ("pipe", "loop", "socket", "file/x", "x" * 300, "/dev/zero", "/dev/null", "."):
@@ -161,7 +165,7 @@ def test_every_truncation_is_refused(file):
             _refusal(file)
 
 
-# The header, bytes of data, words.
+# The header, the number of data bytes, and words of the error.
 DAMAGED = {
     "pickle": (b"\x80\x02}q\x00.", 4, "no safetensors file: "),
     "deep lists": (b"[" * 100_000, 4, "no safetensors file: "),
@@ -186,7 +190,7 @@ def test_damaged_header_is_refused(file, header, num_bytes, words):
 
 
 def _get_reference(path):
-    """What safetensors itself reads; None if it refuses."""
+    """Return what safetensors itself reads, or None if it refuses the file."""
     try:
         with safe_open(path, "pt") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
@@ -196,7 +200,9 @@ def _get_reference(path):
 
 
 def _is_refused_on_purpose(raw):
-    """What we refuse and safetensors reads: other dtypes than ours, and entries as lists."""
+    """Return True for files that safetensors reads and titanlite refuses: unsupported dtypes, and
+    entries that are lists.
+    """
     length = struct.unpack("<Q", raw[:8])[0]
     table = json.loads(raw[8 : 8 + length])
     entries = [entry for key, entry in table.items() if key != "__metadata__"]
@@ -208,8 +214,9 @@ def _is_refused_on_purpose(raw):
 
 
 def _check_raw(path, raw):
-    """The property: refused with a message that names the file, or in range, without overlap, of
-    the right size, and what the reference implementation reads.
+    """Check the property: the file is refused with a message that names it, or its tensors are in
+    range, do not overlap, have the right sizes, and equal the result of the reference
+    implementation.
     """
     path.write_bytes(raw)
     reference = _get_reference(path)
@@ -255,15 +262,15 @@ _JSON_BYTES = st.sampled_from(list(b'{}[]",:0123456789-.eE\\u \n\0\xff')) | st.i
 
 @st.composite
 def _damaged(draw):
-    """A valid file with a few bytes changed, added or taken away; sometimes with a length that fits
-    again.
+    """Draw a valid file with a few bytes changed, added or removed; sometimes its length field is
+    corrected afterwards.
     """
     raw = _pack(_TABLE, bytes(range(13)))
     length = struct.unpack("<Q", raw[:8])[0]
     keep_length = draw(st.booleans())
     content = bytearray(raw[8:])
     for _ in range(draw(st.integers(1, 3))):
-        # Two of three hit the header.
+        # Two of three changes are in the header.
         end = length if draw(st.integers(0, 2)) else len(content)
         at = draw(st.integers(0, max(min(end, len(content)) - 1, 0)))
         size = len(content)

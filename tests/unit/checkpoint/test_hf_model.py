@@ -1,5 +1,5 @@
-"""A Hugging Face folder as a source: which stored tensors make up the model's, and everything that
-does not fit.
+"""A Hugging Face folder as a source: which stored tensors make up the model's tensors, and all
+mismatches.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ UNTIED = dataclasses.replace(QWEN3, tie_word_embeddings=False)
 
 
 def weights_of(config, seed=3):
-    """All persistent tensors of a model, by name; the bias of every expert is a number that one
-    recognizes.
+    """Return all persistent tensors of a model by name; the bias of each expert is a recognizable
+    number.
     """
     model = build_decoder(config)
     materialize(model, "cpu", seed=seed)
@@ -45,7 +45,7 @@ def weights_of(config, seed=3):
 
 
 def split_experts(weights, bias_name=None):
-    """The same as Hugging Face has it on disk: experts one by one, gate and up apart."""
+    """Return `weights` in Hugging Face's layout: one tensor per expert, and gate and up apart."""
     stored = {}
     for name, tensor in weights.items():
         prefix, leaf = name.rsplit(".", 1)
@@ -66,7 +66,9 @@ def split_experts(weights, bias_name=None):
 
 
 def fused(weights):
-    """As `save_pretrained` of transformers 5 may write it: as it is in memory."""
+    """Return `weights` as `save_pretrained` of transformers 5 may write them: in the layout in
+    memory.
+    """
     return {name: tensor for name, tensor in weights.items() if not name.endswith("expert_bias")}
 
 
@@ -78,7 +80,7 @@ def save(folder, stored, file="model.safetensors"):
 
 
 def load(folder, config, **options):
-    """The tensors of a model that is read from `folder`."""
+    """Return the tensors of a model that is read from `folder`."""
     model = build_decoder(config)
     materialize(model, "cpu", [hf_checkpoint(folder, config, **options)])
     return dict(model.state_dict())
@@ -96,7 +98,7 @@ def assert_equal(got, expected, but=()):
             assert torch.equal(got[name], tensor), name
 
 
-# ---- what fits ----
+# ---- valid folders ----
 
 
 def test_dense_model_and_what_other_programs_add(tmp_path):
@@ -116,10 +118,10 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
         "model.layers.3.mlp.experts.0.gate_proj.weight": torch.ones(32, 64),
     }
     assert_equal(load(save(tmp_path, stored | mtp), GLM4_MOE), weights)
-    # To a model that has one more layer it is a decoder layer with things too many.
+    # A model with one more layer would take this for a decoder layer, which has unexpected tensors.
     refused = refusal(save(tmp_path, stored | mtp), dataclasses.replace(GLM4_MOE, num_layers=4))
     assert "model.layers.3.eh_proj.weight" in refused
-    # Without its projection it is a layer too many.
+    # If `eh_proj` is missing, the tensors are an unexpected decoder layer.
     del mtp["model.layers.3.eh_proj.weight"]
     assert "model.layers.3.embed_tokens.weight" in refusal(save(tmp_path, stored | mtp), GLM4_MOE)
 
@@ -129,13 +131,14 @@ def test_experts_as_in_memory(tmp_path):
     assert_equal(load(save(tmp_path, fused(weights)), QWEN3_MOE), weights, but=["expert_bias"])
 
 
-# ---- what does not ----
+# ---- mismatches ----
 
 
 EXPERTS = "model.layers.0.mlp.experts"
 PER_EXPERT, DENSE = partial(split_experts, weights_of(QWEN3_MOE)), dict
 MISSING = "missing, checkpoint {} does not have"
-# The model, what is stored of it, what of that is changed (None: left out), and the words.
+# The model, its stored tensors, the changes to them (None: the tensor is left out), and words of
+# the error.
 REFUSED = [
     (
         TIED,
@@ -156,7 +159,7 @@ REFUSED = [
     (
         QWEN3_MOE,
         PER_EXPERT,
-        # the other way round: as many bytes
+        # The matrix is transposed, and so has the same number of bytes.
         {f"{EXPERTS}.7.down_proj.weight": torch.zeros(32, 64)},
         [
             f"{EXPERTS}.down_proj: checkpoint {{}} has {EXPERTS}.7.down_proj.weight with shape "
@@ -215,8 +218,8 @@ def test_tied_model_with_one_tensor_or_two_equal_ones(tmp_path, warnings_said):
 
 @pytest.mark.parametrize("row", [1000, -1])
 def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
-    """It would be dropped, and transformers takes it. One value is enough, in whichever chunk it
-    lies.
+    """The head would be dropped, but transformers uses it. One different value is enough, in any
+    chunk.
     """
     monkeypatch.setattr(hf_model, "_CHUNK_ELEMENTS", 10_000)
     weights = weights_of(TIED)
@@ -234,7 +237,7 @@ def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
 
 
 def test_an_export_refuses_another_head_of_a_tied_model(tmp_path, capsys):
-    """And what the message says to change in config.json helps there."""
+    """The change to config.json that the message names solves the problem."""
     weights = weights_of(TIED)
     folder = save(
         tmp_path / "base", weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
@@ -281,7 +284,7 @@ def test_sidecar_that_does_not_fit(tmp_path):
     assert "model.layers.9.mlp.gate.expert_bias: unexpected" in text
 
 
-# ---- full precision beside the model ----
+# ---- full-precision weights stored with the model ----
 
 
 def masters_of(weights):

@@ -1,5 +1,5 @@
-"""Folders in MXFP4 are read by the native decoder as transformers dequantizes them, and kept as
-they are under adapters.
+"""MXFP4 folders: the native decoder reads the values that transformers dequantizes; under adapters
+they stay quantized.
 """
 
 import pytest

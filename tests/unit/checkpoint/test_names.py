@@ -1,5 +1,5 @@
-"""Checkpoints whose keys are not the model's, as training programs leave them, and values that are
-not finite.
+"""Checkpoints whose keys differ from the model's, as other training programs save them, and values
+that are not finite.
 """
 
 from itertools import cycle
@@ -88,7 +88,7 @@ def test_the_base_models_prefix_is_as_in_from_pretrained(models, tmp_path, name,
     theirs, found = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    # GPT-NeoX's head has another name in files, which transformers does not find then
+    # Files of GPT-NeoX name the head differently, and transformers does not find it in this case.
     if found["missing_keys"]:
         assert how == "doubled" and "lm_head.weight: missing" in refusal(tmp_path)
         return

@@ -1,4 +1,4 @@
-"""Memory of a tensor as bytes."""
+"""The memory of a tensor as bytes."""
 
 import pytest
 import torch

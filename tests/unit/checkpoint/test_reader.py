@@ -1,5 +1,5 @@
-"""Reading parts of safetensors files: the right bytes, only those, once, however the system cuts
-them up.
+"""Reading parts of safetensors files: only the requested bytes are read, once each, even if the
+system returns short reads.
 """
 
 import itertools
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def random_tensor(shape, dtype, seed=0):
-    """Any bits that are a number: NaN would not be equal to itself."""
+    """Return random bits without NaN, which would not equal itself."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
     return (values > 0) if dtype == torch.bool else values.to(dtype)
 
@@ -42,7 +42,7 @@ def write_files(folder, *files):
 
 
 def open_reader(paths, threads=0):
-    """Every stored tensor under its own key."""
+    """Open a reader that has every stored tensor under its own key."""
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     placed = {
         key: (tensor.shape, [Placed(tensor, whole(tensor.shape))]) for key, tensor in stored.items()
@@ -53,14 +53,14 @@ def open_reader(paths, threads=0):
 
 
 def empty(shape, dtype):
-    """A destination in which a byte that was not written shows."""
+    """Return a destination in which an unwritten byte shows."""
     tensor = torch.empty(shape, dtype=dtype)
     bits(tensor).fill_(0 if dtype == torch.bool else 0x5A)
     return tensor
 
 
 class Calls:
-    """`os.preadv`, with a list of (descriptor, first byte, end, number of buffers)."""
+    """`os.preadv`, which records each call as (descriptor, first byte, end, number of buffers)."""
 
     def __init__(self, monkeypatch, most_bytes=None):
         self.made, self._original, self._lock = [], os.preadv, threading.Lock()
@@ -224,7 +224,7 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
         if len(made) == 2:
             raise OSError(5, "Input/output error")
         if len(made) > 2:
-            time.sleep(0.02)  # so that those who look for an error get a turn
+            time.sleep(0.02)  # gives threads time to see the error
         return original(*args)
 
     monkeypatch.setattr(os, "preadv", fail_once)
@@ -237,7 +237,7 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
     assert threading.active_count() == running
     assert len(os.listdir("/proc/self/fd")) == descriptors
     if threads == 1:
-        assert len(made) < 20  # of 80; the rest was not even tried
+        assert len(made) < 20  # of 80 jobs; most were never started
 
 
 def test_shard_that_is_not_contiguous_is_refused(tmp_path):

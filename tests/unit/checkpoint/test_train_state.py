@@ -1,4 +1,4 @@
-"""train_state.json: what is written is read, damaged files are refused."""
+"""train_state.json: the written values are read back, and damaged files are refused."""
 
 import pytest
 from files import read_json, write_json

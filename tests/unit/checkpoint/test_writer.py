@@ -1,5 +1,5 @@
-"""Writing safetensors files in place: layout, bits, checksums from shares, on as many ranks as one
-likes.
+"""Writing safetensors files in place: layout, bits, checksums combined from partial ones, on any
+number of ranks.
 """
 
 import os
@@ -31,7 +31,9 @@ def whole(shape):
 
 
 def item(key, tensor, dtype=None, local_region=None, mine=True):
-    """All of `tensor` under `key`; this rank has `local_region` of it, or all."""
+    """Return an item for `tensor` under `key`; this rank holds `local_region` of it, by default all
+    of it.
+    """
     local_region = whole(tensor.shape) if local_region is None else local_region
     local = tensor[local_region.slices]
     return Item(
@@ -151,7 +153,7 @@ def test_casts_large_tensors_and_shards_that_are_not_contiguous(tmp_path, dtype)
 
 
 def on_ranks(tensors, regions_of, dtype=None):
-    """Items of each rank; of ranks with equal regions the first one writes."""
+    """Return the items of each rank; if ranks have equal regions, only the first one writes."""
     ranks = []
     for rank in range(len(regions_of(next(iter(tensors.values()))))):
         ranks.append([])
@@ -163,7 +165,7 @@ def on_ranks(tensors, regions_of, dtype=None):
 
 
 def columns(tensor):
-    """Two ranks, split in the last dim, unevenly."""
+    """Split the tensor unevenly in its last dim over two ranks."""
     cut = (tensor.shape[-1] + 2) // 2
     outer = tensor.shape[:-1]
     zeros = (0,) * len(outer)
@@ -174,7 +176,7 @@ def columns(tensor):
 
 
 def rows(tensor):
-    """Three ranks in `torch.chunk` sizes; the last may have nothing."""
+    """Split the tensor over three ranks in `torch.chunk` sizes; the last part may be empty."""
     chunk = -(-tensor.shape[0] // 3)
     starts = [min(rank * chunk, tensor.shape[0]) for rank in range(3)]
     rest = tensor.shape[1:]
@@ -225,7 +227,7 @@ def test_short_writes_are_continued(tmp_path, dtype, monkeypatch):
     assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
 
 
-# Copies for a save in the background
+# ---- copies for background saves ----
 
 
 def test_snapshot_copies_each_shard_once_and_reuses_memory():
