@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
 from traced_layers import Graphs
 
-# Steps and saves import these; here it costs 2 s once, in every forked rank it would cost them
-# again.
+# Steps and saves import these modules. One import here takes 2 s; otherwise every forked rank would
+# take 2 s.
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 
 from tests.conftest import Ranks
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class _OmegaConf:
-    """As much of OmegaConf as `Reader` calls, for right values."""
+    """The part of OmegaConf that `Reader` calls, for valid values."""
 
     structured = staticmethod(lambda schema: schema())
     to_object = staticmethod(lambda job: job)
@@ -113,7 +113,7 @@ _CHAT_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# The ladder: name -> (degrees, ranks that read different data).
+# The parity ladder: name -> (degrees, number of ranks that read different data).
 MESHES = {
     "FSDP4": Degrees(dp_shard=4),
     "HSDP2x2": Degrees(dp_replicate=2, dp_shard=2),
@@ -122,11 +122,12 @@ MESHES = {
     "EP2xFSDP2": Degrees(dp_shard=4, ep=2),
     "TP2xEP2": Degrees(dp_shard=2, tp=2, ep=2),
     "TP2xEP4": Degrees(dp_shard=2, tp=2, ep=4),
-    # Beyond the ladder: replication beside the other axes.
+    # These meshes are not in the ladder: replication together with the other axes.
     "DDP4": Degrees(dp_replicate=4),
     "HSDP2x2xEP2": Degrees(dp_replicate=2, dp_shard=2, ep=2),
     "HSDP2xTP2xEP2": Degrees(dp_replicate=2, tp=2, ep=2),
-    # Sequences in pieces. Models have 2 key/value heads: with 4 ranks each goes to two of them.
+    # Sequences are split. The models have 2 key/value heads, so with 4 ranks each head goes to two
+    # of them.
     "CP4": Degrees(cp=4),
     "CP2xFSDP2": Degrees(dp_shard=2, cp=2),
     "CP2xTP2": Degrees(tp=2, cp=2),
@@ -144,10 +145,10 @@ MESHES = {
 
 
 def pytest_collection_modifyitems(items):
-    """Long files come first: the last ones to end, on workers that take a file at a time, are then
-    short.
+    """Run long files first, because each worker takes a whole file at a time, and short files at
+    the end balance the workers.
     """
-    here = Path(__file__).parent  # of all items, those of this folder
+    here = Path(__file__).parent  # `items` has all tests; reorder only this folder's
     order = Counter(
         item.path for item in items if item.path.parent == here and item.get_closest_marker("slow")
     )
@@ -300,7 +301,8 @@ def base_folders(tmp_path_factory):
 @pytest.fixture
 def pretrained(run_ranks, checked, base_folders):
     """`pretrained(name, std, *overrides)`: the folder of a native model in Hugging Face's format,
-    with its tokenizer, made once for each test file. `std` is that of the projections.
+    with its tokenizer, made once for each test file. `std` is the standard deviation of the
+    projections.
     """
 
     def get(name, std, *overrides):
@@ -324,9 +326,10 @@ def pretrained(run_ranks, checked, base_folders):
 
 @dataclass
 class Run:
-    """What a few steps of a trainer did, as seen by one rank.
+    """The results of a few steps of a trainer, as seen by one rank.
 
-    `digests` are of the full initial tensors, `weights` the full final ones; buffers included.
+    `digests` are taken from the full initial tensors; `weights` are the full final tensors. Both
+    include buffers.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -347,7 +350,7 @@ def full_tensors(model):
             continue
         tensor = tensor.detach()
         found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-    if any(gather_objects(bool(elsewhere))):  # in a pipeline, a name is here or elsewhere
+    if any(gather_objects(bool(elsewhere))):  # in a pipeline, another stage may hold a tensor
         everything = {
             name: tensor for of_rank in gather_objects(found) for name, tensor in of_rank.items()
         }
@@ -357,13 +360,13 @@ def full_tensors(model):
 
 
 def digest(tensor):
-    """Of shape, dtype and bits."""
+    """Hash the shape, dtype and bits of a tensor."""
     data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()
 
 
 def train_steps(trainer, steps):
-    """`steps` steps on the trainer's own data through `TrainStep.train_step`. Collective: every
+    """Train `steps` steps on the trainer's own data with `TrainStep.train_step`. Collective: every
     rank must call.
     """
     run = Run(
@@ -410,9 +413,9 @@ def call_anew(function, *args):
 
 @pytest.fixture(scope="module")
 def run_warm():
-    """`run_ranks` on ranks that the tests of a file share: nothing that a test has patched is seen
-    there, and the function is one of a module. They have trained before, but not too often: each
-    run makes groups of ranks.
+    """`run_ranks` on ranks that the tests of a file share. They do not see what a test has patched,
+    and the function must be defined in a module. The ranks have trained before, but are replaced
+    after some runs, because each run makes groups of ranks.
     """
     made = {}
 
@@ -449,8 +452,8 @@ def traced_run(
     checked,
     monkeypatch,
 ):
-    """`train_run` with layers that are traced as torch.compile does it; with the graphs of the
-    first rank.
+    """`train_run` with layers that are traced as torch.compile traces them; it also returns the
+    graphs of the first rank.
     """
 
     def train(degrees, *overrides, steps):

@@ -1,5 +1,5 @@
-"""Bad input, some of it through real processes: one clear error, exit code 2, within seconds, no
-rank left waiting.
+"""Bad input, partly through real processes: one clear error, exit code 2, within seconds, and every
+rank ends.
 """
 
 import sys
@@ -10,7 +10,7 @@ import pytest
 from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.rank import main
 
-# takes a fraction of a second; the rest is for a machine that is busy otherwise
+# The check takes a fraction of a second; the rest is for a machine that is busy with other work.
 PREFLIGHT_TIMEOUT_S = 20
 LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
 
@@ -105,7 +105,7 @@ def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
 def test_data_and_folders_are_the_same_titanlite_error_on_all_ranks(
     run_ranks, config_file, tmp_path, capfd, monkeypatch, overrides, words
 ):
-    """What a rank prints and returns on 2 ranks, without the 10 seconds of a launch."""
+    """Compare what 2 ranks print and return, without the 10 seconds of a launch."""
     file = tmp_path / "file"
     file.write_text("not a folder")
     argv = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}"]

@@ -1,5 +1,5 @@
-"""bf16 mixed precision on several ranks: what must stay float32 does, and gradients have the size
-of float32's.
+"""bf16 mixed precision on several ranks: some parts stay float32, and gradients have the size of
+float32 gradients.
 """
 
 import pytest
@@ -14,13 +14,13 @@ from titanlite.models.gated_delta import CoreDelta
 from titanlite.models.moe import Experts
 
 BF16 = "--training.mixed_precision_param=bfloat16"
-# 1,024 tokens: one that goes to another expert because of rounding weighs little
+# With 1,024 tokens, one token that rounding routes to another expert has little weight.
 LONG = "--training.seq_len=128"
 
 
 def gradients(checked, degrees, *overrides):
-    """(full gradients of one micro-batch by name, dtypes that entered the experts), as every rank
-    sees them.
+    """Return (full gradients of one micro-batch by name, dtypes of the experts' inputs), as every
+    rank sees them.
     """
     job = checked(degrees, f"--training.local_batch_size={8 // degrees.dp}", *overrides)
     trainer = assemble(job)
@@ -50,9 +50,10 @@ def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes
         )
         assert rounded.keys() == exact.keys()
         for name, grad in rounded.items():
-            # bfloat16 rounds each product and activation to 0.4 %, in both directions; along the
-            # exact gradient that averages out, where a wrong factor (a missing rank: 2) would not.
-            # Of a small tensor less does, where a token near a tie goes to another expert.
+            # bfloat16 rounds each product and activation to 0.4 %, in both directions. Along the
+            # exact gradient these errors average out, but a wrong factor (2 if a rank is missing)
+            # does not. In small tensors fewer errors average out, and a token near a tie is routed
+            # to another expert.
             along = (grad * exact[name]).sum() / exact[name].square().sum()
             assert along.item() == pytest.approx(1, abs=0.02), name
         products = sum((grad * exact[name]).sum() for name, grad in rounded.items())

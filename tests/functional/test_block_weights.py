@@ -1,5 +1,5 @@
-"""Frozen weights in few bits, on real trainers: the same bits and the same steps on every mesh, as
-of plain weights.
+"""Frozen quantized weights on real trainers: every mesh has the same bits, and takes the same steps
+as plain weights.
 """
 
 import shutil
@@ -94,7 +94,7 @@ def single_runs():
 
 @pytest.fixture
 def run_alone(warm_run, base_of, single_runs):
-    """A run of one process, made once for each choice."""
+    """A run of one process, which is made once for each choice."""
 
     def run(model_name, form, *overrides):
         key = model_name, form, overrides
@@ -165,8 +165,8 @@ def rounded_to(form, weight):
 def test_training_is_that_of_the_rounded_weights(
     warm_run, run_alone, base_of, tmp_path, model_name, form
 ):
-    """What is trained on is the rounded model, exactly, and all of it: written in float32, it takes
-    the same steps.
+    """Training uses exactly the rounded weights, and all of them: a model with these weights,
+    written in float32, takes the same steps.
     """
     folder = tmp_path / "rounded"
     shutil.copytree(base_of(model_name), folder)
@@ -187,7 +187,7 @@ def test_training_is_that_of_the_rounded_weights(
 
 
 def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
-    """Also where shards cut the blocks of 128 rows; nothing is rounded a second time."""
+    """Nothing is rounded a second time, even if shards cut the blocks of 128 rows."""
     folder = tmp_path / "fp8"
     shutil.copytree(base_of("qwen3_moe"), folder)
     write_fp8(folder, (128, 128))
@@ -207,7 +207,7 @@ def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
 
 
 def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
-    """Each of 4 ranks reads its own blocks, and trains on what they stand for."""
+    """Each of 4 ranks reads its own blocks, and trains on the values that they encode."""
     folder = tmp_path / "mxfp4"
     shutil.copytree(base_of("gpt_oss"), folder)
     expected = write_mxfp4(folder, (119, 123))
@@ -225,8 +225,8 @@ def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
-    """Records are gathered as they are, whatever dtype counts them, and take the bytes that they
-    should.
+    """Packed blocks, which parameters hold as bfloat16 elements, are gathered unchanged and have
+    the expected size.
     """
     given = settings(
         base_of("qwen3_moe"), "qwen3_moe", "nf4", "--training.mixed_precision_param=bfloat16"

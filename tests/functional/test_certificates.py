@@ -1,4 +1,6 @@
-"""Certificates of one run are the same on any mesh and after a resume; what runs save is sound."""
+"""Certificates of one run are the same on any mesh and after a resume, and the saved checkpoints
+are valid.
+"""
 
 import re
 import shutil
@@ -12,7 +14,8 @@ from titanlite.features.tools.export import export_merged
 from titanlite.features.tools.verify import main
 from titanlite.features.verify import read_certificate
 
-# Ranks add in another order, so that weights trained on other meshes differ in their last bits.
+# Ranks add in different orders, so weights that are trained on different meshes differ in their
+# last bits.
 STILL = "--optimizer.lr=1e-30"
 MESHES = {
     "1": Degrees(),
@@ -44,7 +47,7 @@ def train(run_warm, checked):
 
 
 def certificate_of(folder):
-    """The certificate, without what names the mesh."""
+    """Return the certificate without its description of the mesh."""
     found = read_certificate(folder)
     assert found.pop("mesh")["ranks"] > 0
     return found
@@ -62,7 +65,7 @@ def test_any_mesh_and_resumes_have_the_same(train, tmp_path):
     assert all(row["gradient"] for row in rows.values() if row["state"] == "trained")
     for name, other in found.items():
         assert other == one, name
-    # really trained weights, resumed on each mesh
+    # These weights are really trained, and resumed on each mesh.
     start = train(MESHES["1"], tmp_path / "start", "--training.steps=2", "--optimizer.lr=1e-2")
     trained = certificate_of(start / "step-2")["tensors"]
     assert trained.keys() == rows.keys() and all(

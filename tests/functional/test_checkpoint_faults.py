@@ -1,5 +1,5 @@
-"""Checkpoints when things go wrong: killed ranks, full disks, damaged files. What was complete
-stays, and loads.
+"""Checkpoints under faults: killed ranks, full disks, damaged files. A complete checkpoint stays,
+and loads.
 """
 
 import errno
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # FSDP imports it, which takes 2 s in every forked rank if it is not there yet
+import torch._dynamo  # FSDP would import it in every forked rank, which takes 2 s
 import torch.distributed as dist
 from cluster import Forked
 from files import folder_digests, read_json
@@ -38,7 +38,7 @@ from titanlite.preflight import check
 from titanlite.train_step import TrainStep
 
 FSDP2 = Degrees(dp_shard=2)
-# One layer; a batch that 2, 3 and 4 ranks can share.
+# The model has one layer, and the batch can be divided among 2, 3 and 4 ranks.
 SMALL = [
     "--model.overrides.num_layers=1",
     "--training.steps=100000",
@@ -46,18 +46,18 @@ SMALL = [
     "--checkpoint.interval=1",
 ]
 HITS = 6  # kills per mode in the middle of a save; KILL_POINTS has each kind of moment
-SECONDS = 20  # in which an error must be on all ranks; 1 on idle cores
+SECONDS = 20  # limit for an error to be on all ranks; 1 on idle cores
 MODEL, OPTIMIZER = "model.safetensors", "titanlite/optimizer.safetensors"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm():
-    """Import before the ranks are forked what each of them would import."""
+    """Import, before the ranks are forked, the modules that every rank would import."""
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
 
 
 def build_trainer(job):
-    """A trainer whose optimizer has states."""
+    """Build a trainer whose optimizer has states."""
     trainer = assemble(job)
     if trainer.parts.checkpointer.start is None:
         for param in trainer.model.parameters():
@@ -68,7 +68,7 @@ def build_trainer(job):
 
 
 def tensors_of(trainer):
-    """This rank's part of everything that a checkpoint has."""
+    """Return this rank's part of all tensors that a checkpoint has."""
     found = [
         local_of(entry.tensor) for entry in trainer.parts.plan.entries if entry.info.persistent
     ]
@@ -81,7 +81,7 @@ def tensors_of(trainer):
 
 @torch.no_grad()
 def save_step(trainer, step):
-    """Save a `step` of which every number is `step`, so that a mixture of two steps shows."""
+    """Save `step` with every number set to `step`, so that a mixture of two steps shows."""
     for tensor in tensors_of(trainer):
         tensor.fill_(step)
     trainer.parts.stepper.step = step
@@ -89,13 +89,13 @@ def save_step(trainer, step):
 
 
 def wrong_values(trainer, step):
-    """Numbers on this rank that are not those of `step`."""
+    """Count the numbers on this rank that differ from `step`."""
     return sum(int((tensor != step).sum()) for tensor in tensors_of(trainer))
 
 
 def assert_holds(folder, step):
-    """The checkpoint in `folder` is complete, its checksums fit, and every byte is what was saved
-    at `step`.
+    """Check that the checkpoint in `folder` is complete, its checksums match, and all its values
+    were saved at `step`.
     """
     assert check_folder(folder, checksums=True) == []
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -112,15 +112,15 @@ def assert_holds(folder, step):
 
 
 def hidden(folder):
-    """Temporary names in `folder`."""
+    """Return the temporary names in `folder`."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("step-"))
 
 
-# --- ranks that are killed
+# --- killed ranks
 
 
 def rest_of(ranks):
-    """What rank 0 said since, once it is dead."""
+    """Return the remaining messages of rank 0, which has ended."""
     messages = []
     with suppress(EOFError):
         while ranks.pipes[0].poll():
@@ -129,7 +129,9 @@ def rest_of(ranks):
 
 
 def slow_down(monkeypatch):
-    """Make every part of a save long enough to be hit, above all the moments around a rename."""
+    """Slow down every part of a save, above all the moments around a rename, so that kills hit
+    them.
+    """
 
     def slow(function, before_s, after_s):
         def slowed(*args, **kwargs):
@@ -147,7 +149,9 @@ def slow_down(monkeypatch):
 
 
 def save_forever(job, pipe):
-    """Resume, say what was found, and save step after step, saying so after each."""
+    """Resume and send the state that was found; then save step after step, and send each saved
+    step.
+    """
     trainer = build_trainer(job)
     start = trainer.step
     pipe.send(
@@ -165,8 +169,8 @@ def save_forever(job, pipe):
 
 
 def is_late(path):
-    """True for a hidden folder of a save that is about to be renamed, or of a checkpoint that is
-    being removed.
+    """Return True for a hidden folder of a save that is about to be renamed, or of a checkpoint
+    that is being removed.
     """
     return not path.name.endswith("tmp") or (path / commit.MANIFEST_FILE).exists()
 
@@ -174,8 +178,8 @@ def is_late(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
-    """Kill one of 2 to 4 ranks, or all, that do nothing but save; look; start again; until kills
-    were inside a save.
+    """Kill one of 2 to 4 ranks, or all of them, while they do nothing but save; check the folder
+    and start again, until enough kills were inside a save.
     """
     keep, rng = 2, random.Random(mode)
     folder = tmp_path / "run/checkpoint"
@@ -204,11 +208,11 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
         finally:
             ranks.end()
         reported = [message for message in rest_of(ranks) if isinstance(message, int)]
-        # `save` has returned for these: on the disk, or with 'async' being written while the one
-        # before is there.
+        # `save` has returned for these steps. They are on the disk; with 'async' the last one may
+        # still be in progress, and the step before it is on the disk.
         promised = max(reported, default=newest) - (mode == "async" and bool(reported))
         steps = list_steps(folder)
-        for step in steps:  # none is half there, also the older ones
+        for step in steps:  # all are complete, also the older ones
             assert_holds(step_folder(folder, step), step)
         assert steps and steps[-1] >= max(promised, newest)
         newest = steps[-1]
@@ -221,7 +225,7 @@ def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch,
 
 
 def wait_until(condition, seconds):
-    """Wait for it, at most so long."""
+    """Wait until `condition()` is true, for at most `seconds`."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
@@ -229,7 +233,7 @@ def wait_until(condition, seconds):
 
 @dataclass(frozen=True)
 class Point:
-    """Kill rank 0 before or after its nth call of `name`; then `newest` is what a resume finds."""
+    """Kill rank 0 before or after its nth call of `name`; a resume then finds the step `newest`."""
 
     name: str
     call: int
@@ -244,13 +248,13 @@ class Point:
 
 KILL_POINTS = [
     Point("rename", 1, False, newest=2),  # step-3 is complete, but hidden
-    Point("rename", 1, True, newest=3),  # it appeared
+    Point("rename", 1, True, newest=3),  # step-3 has appeared
     Point("rename", 2, False, newest=3),  # before step-1 is hidden
     Point("rename", 2, True, newest=3),  # step-1 is hidden
-    Point("unlink", 1, True, newest=3),  # and partly removed
-    # the old step-2 is hidden, the new one not there
+    Point("unlink", 1, True, newest=3),  # step-1 is partly removed
+    # The old step-2 is hidden, and the new one has not appeared yet.
     Point("rename", 1, True, newest=2, replace=True),
-    Point("rename", 2, True, newest=2, replace=True),  # it is
+    Point("rename", 2, True, newest=2, replace=True),  # the new one has
     Point("unlink", 3, True, newest=2, replace=True),  # the old one is partly removed
 ]
 
@@ -320,7 +324,7 @@ def _kill_at(owner, point):
     setattr(owner, point.name, deadly)
 
 
-# --- saves that fail
+# --- failed saves
 
 
 @pytest.fixture(scope="module")
@@ -350,8 +354,8 @@ def saved(template, tmp_path):
 
 @contextmanager
 def broken(rank, owner, name, number, first_call=1, last_call=math.inf):
-    """On `rank`, let `owner.name` raise `OSError(number)`, from its first to its last of these
-    calls.
+    """On `rank`, make `owner.name` raise `OSError(number)` in its calls from `first_call` to
+    `last_call`.
     """
     original, calls = getattr(owner, name), []
 
@@ -369,7 +373,9 @@ def broken(rank, owner, name, number, first_call=1, last_call=math.inf):
 
 @contextmanager
 def file_limit(rank, nbytes):
-    """On `rank`, let the kernel refuse to make files longer, as a full disk or a quota does."""
+    """On `rank`, let the kernel refuse files longer than `nbytes`, as it does for a full disk or a
+    quota.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
@@ -378,7 +384,7 @@ def file_limit(rank, nbytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# what happens, what is said, by which rank
+# The fault, words of the error, and the rank where it happens.
 FAILING_SAVES = {
     "files may not grow on rank 1": (partial(file_limit, 1, 20_000), "File too large", 1),
     "disk full while rank 1 writes": (
@@ -406,8 +412,8 @@ FAILING_SAVES = {
 
 
 def failing_save(trainer, step, how):
-    """Save `step`, and with 'async' come to its error by the method `how`: (type of the error, its
-    text).
+    """Save `step`; with 'async', reach its error by the method `how`. Return (type of the error,
+    its text).
     """
     try:
         save_step(trainer, step)
@@ -427,7 +433,7 @@ def failing_save(trainer, step, how):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
-    """Each fault in turn, in the same ranks; between two faults a save succeeds."""
+    """The same ranks have each fault in turn; between two faults a save succeeds."""
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=0")
     before = folder_digests(folder)
@@ -442,7 +448,7 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
             with sabotage():
                 kind, text = failing_save(trainer, 10 + i, hows[i % len(hows)])
             elapsed = time.monotonic() - start
-            dist.barrier()  # all ranks come here
+            dist.barrier()  # all ranks reach this
             outcomes.append(
                 (
                     kind,
@@ -480,7 +486,7 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
 
 
 def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, saved):
-    """Through `Trainer.train`, with the disk full from the second save on."""
+    """`Trainer.train` runs, and the disk is full from the second save on."""
     folder = saved("run")
     job = checked(
         FSDP2,
@@ -504,7 +510,7 @@ def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, s
 
 
 def test_background_save_is_finished_when_training_fails(config_file, tmp_path, monkeypatch):
-    """The loss is not finite at step 2, while step 1, which is good, is still being written."""
+    """The loss is not finite at step 2, while step 1, which is valid, is still being written."""
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     arguments += ["--parallelism.data_parallel_shard_degree=2", "--checkpoint.async_mode=async"]
     pwritev, step = os.pwritev, TrainStep.train_step
@@ -540,13 +546,15 @@ def test_background_save_is_finished_when_training_fails(config_file, tmp_path, 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, mode):
-    """An error or none, but not an error on one rank that leaves the others waiting for it."""
+    """All ranks have an error, or none has one: an error on one rank alone would leave the
+    remaining ranks waiting.
+    """
     folder = saved("run")
     job = checked(FSDP2, *SMALL, f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=1")
 
     def rank_main():
         trainer = build_trainer(job)
-        with broken(0, Path, "rename", errno.EACCES, 2):  # the first makes step-3 appear
+        with broken(0, Path, "rename", errno.EACCES, 2):  # the first rename makes step-3 appear
             return failing_save(trainer, 3, "wait" if mode == "async" else "now")
 
     first, second = run_ranks(2, rank_main, timeout_s=SECONDS)
@@ -556,11 +564,13 @@ def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, 
     assert_holds(folder / "step-3", 3)
 
 
-# --- checkpoints that are damaged
+# --- damaged checkpoints
 
 
 def start(job):
-    """Build a trainer as a new run does; return its step, the error, and what was passed over."""
+    """Build a trainer as a new run does; return its step, the error, and the warnings of
+    checkpoints that were passed over.
+    """
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -579,8 +589,8 @@ def start(job):
 
 @pytest.fixture
 def start_all(run_ranks, checked):
-    """`start_all(overrides, sabotage)` -> what each of 2 ranks found; `sabotage()` runs on each
-    before.
+    """`start_all(overrides, sabotage)` -> the result of `start` on each of 2 ranks; `sabotage()`
+    runs on each rank first.
     """
 
     def run(overrides, sabotage=lambda: None):
@@ -638,4 +648,4 @@ def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):
     assert str(path) in error and "cut off" in error, error
 
 
-# --- what is kept
+# --- kept checkpoints

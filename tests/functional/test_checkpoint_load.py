@@ -1,4 +1,6 @@
-"""Loading Hugging Face folders on any mesh: every bit, every tensor, no byte too many."""
+"""Loading Hugging Face folders on any mesh: every bit and every tensor arrives, and no unneeded
+byte is read or held.
+"""
 
 import json
 import os
@@ -28,7 +30,8 @@ FAMILIES = EVERY_FAMILY | {
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
     "few experts": ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"],
 }
-# One process, and meshes that shard on each axis; without experts none has an ep axis.
+# One process, and meshes that shard on each axis. A model without experts uses none of the meshes
+# with an ep axis.
 FEW_MESHES = ["1", "TP2xFSDP2", "HSDP2xTP2xEP2"]
 EVERY_MESH = [*FEW_MESHES, "HSDP2x2", "FSDP4", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4", "DDP4"]
 EVERY_MESH += ["CP2xTP2xEP4", "PP2xTP2xEP2"]
@@ -89,7 +92,7 @@ def test_round_trip_is_bit_identical_on_meshes(run_ranks, checked, meshes, tmp_p
             )
         return drawn
 
-    # The one thing that a checkpoint may lack is a bias of experts without a place in its format.
+    # A checkpoint may lack only the expert biases, if its format has no key for them.
     has_place = family_of(config).expert_bias_key or not config.num_experts
     allowed = 0 if has_place else config.num_layers
     for names, world_size in (([one], 1), (others, 4)):
@@ -120,13 +123,13 @@ def _stored_keys(folder):
     return set(read_json(folder / "model.safetensors.index.json")["weight_map"])
 
 
-# --- what is read
+# --- reading
 
 
 @pytest.mark.parametrize("mesh", ["HSDP2xTP2xEP2", "PP2xHSDP2"])
 def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path, mesh):
-    """Also where every rank holds all of it: one rank reads, the others receive, and the work is
-    shared.
+    """If every rank holds all of a tensor, one rank reads it and broadcasts it, and the ranks share
+    this work.
     """
     four_layers = "--model.overrides.num_layers=4"
     save_transformers_model(checked(Degrees(), four_layers).model_config, tmp_path / "hf")
@@ -151,7 +154,8 @@ def test_every_byte_is_read_once_in_the_job(run_ranks, checked, meshes, tmp_path
     assert max(counts) < 0.4 * size, "no rank reads for all"
 
 
-# About 200 MB in bfloat16: whoever holds the whole model, even once, is far above the bound.
+# The models take about 200 MB in bfloat16, so a rank that holds the whole model, even once, is far
+# above the bound.
 WIDE = ["--model.overrides.hidden_size=512", "--model.overrides.moe_intermediate_size=4096"]
 WIDE_TIED = [
     "--model.name=qwen3",
@@ -177,8 +181,8 @@ def wide(tmp_path_factory):
 def test_no_rank_ever_holds_more_than_its_shards(
     run_ranks, checked, meshes, wide, mesh, overrides, dtype
 ):
-    """Anonymous memory, watched by the parent's clock: the shards and 32 MiB, far from the
-    model.
+    """The parent samples anonymous memory, which must stay within the shards and 32 MiB, far below
+    the size of the model.
     """
     job, folder = (
         checked(meshes[mesh], *overrides),
@@ -229,7 +233,7 @@ def test_no_rank_ever_holds_more_than_its_shards(
 def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     run_ranks, checked, meshes, tmp_path, mesh, family
 ):
-    """Shards cut blocks of 16 x 16 in the middle: widths of 66 and 40."""
+    """Widths of 66 and 40 let shards cut through blocks of 16 x 16."""
     overrides = ["--model.overrides.hidden_size=66", "--model.overrides.moe_intermediate_size=40"]
     job = checked(meshes[mesh], f"--model.name={family}", *overrides)
     save_transformers_model(job.model_config, tmp_path / "hf")
@@ -248,15 +252,12 @@ def test_block_scaled_fp8_is_dequantized_on_the_way_in(
     assert "quantization_config" not in read_json(tmp_path / "out/config.json")
 
 
-# --- what does not fit
-
-
-# --- what is saved beside the weights
+# --- files that are saved with the weights
 
 
 def test_settings_of_the_original_model_survive(run_ranks, checked, tmp_path):
-    """Token ids, generation settings and keys that titanlite has no use for; the chat template with
-    the tokenizer.
+    """The saved model keeps token ids, generation settings, keys that titanlite does not use, and
+    the tokenizer's chat template.
     """
     job = checked(Degrees())
     save_transformers_model(job.model_config, tmp_path / "hf")

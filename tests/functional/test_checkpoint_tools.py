@@ -1,5 +1,5 @@
-"""`python -m titanlite inspect` and `export`: every tensor, damage that is found, copies that are
-the source.
+"""`python -m titanlite inspect` and `export`: they list every tensor, find damage, and make copies
+that equal the source.
 """
 
 import os
@@ -56,8 +56,8 @@ class Done(NamedTuple):
         return [dict(zip(lines[start], cells, strict=True)) for cells in lines[start + 1 : end]]
 
     def assert_refused(self, *words, lines=1):
-        """Exit code 2 after one error of `lines` lines with all `words`; a traceback would be
-        more.
+        """Check for exit code 2 after one error of `lines` lines with all `words`; a traceback
+        would have more lines.
         """
         assert (self.code, self.err[:18], self.err.count("\n")) == (2, "titanlite: error: ", lines)
         assert [word for word in words if word not in self.err] == []
@@ -65,12 +65,12 @@ class Done(NamedTuple):
 
 @pytest.fixture
 def command(capsys, monkeypatch):
-    """`python -m titanlite` in this process; sizes to the byte, copies in pieces of 4000 bytes,
-    cut anywhere.
+    """`python -m titanlite` in this process; it prints sizes to the byte, and copies pieces of 4000
+    bytes, which cut tensors anywhere.
     """
     monkeypatch.setattr(inspect_checkpoint, "format_size", lambda nbytes: f"{nbytes} B")
     monkeypatch.setattr(writer, "JOB_BYTES", 4000)
-    # would keep this test's standard output
+    # The logger would keep this test's standard output.
     monkeypatch.setattr(export_checkpoint, "setup_logger", lambda: None)
 
     def run(*argv):
@@ -86,8 +86,8 @@ def command(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def step(run_ranks, config_file, tmp_path_factory):
-    """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases that Qwen3-MoE
-    has no key for.
+    """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases for which
+    Qwen3-MoE has no key.
     """
     folder = tmp_path_factory.mktemp("run")
     settings = [
@@ -148,8 +148,8 @@ def edit_config(folder, **changes):
 
 
 def test_parameters_are_counted_as_transformers_does(command, hf_model, tmp_path):
-    """2.0 M: a tied head once, and the factors of FP8 (here a quarter as many again) not at all. No
-    manifest.
+    """A tied head counts once, and the scales of FP8 (here a quarter more numbers) do not count:
+    2.0 M. The folder has no manifest.
     """
     wide = hf_model("--model.name=qwen3", "--model.overrides.intermediate_size=5000")
     folder = shutil.copytree(wide, tmp_path / "hf")
@@ -200,8 +200,8 @@ def assert_same(ours, expected):
 
 
 def load_strictly(folder):
-    """What transformers makes of it, in the dtype of its config.json, with nothing missing or left
-    over.
+    """Load with transformers in the dtype of its config.json; missing and unexpected tensors are
+    errors.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True
@@ -234,8 +234,8 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
     }
     assert_same(load_files(*out.rglob("*.safetensors")), cast)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).state_dict()
-    # From 5.24 on transformers keeps the routers of some families in float32, with bits that the
-    # copy does not have.
+    # Since 5.24 transformers keeps the routers of some families in float32, with bits that the copy
+    # does not have.
     is_kept = {
         key: "correction_bias" in key or tensor.dtype == dtype for key, tensor in theirs.items()
     }
@@ -259,7 +259,9 @@ def test_an_export_is_the_source_cast(command, hf_model, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=NAMES.get)
 def test_an_export_of_a_run_has_its_weights_and_no_state(command, step, tmp_path, dtype):
-    """Each dtype is one rounding of the float32 masters; of the rest only the biases go along."""
+    """Each dtype is one rounding of the float32 masters; of the run's state only the biases are
+    copied.
+    """
     out = tmp_path / "out"
     assert command("export", step, out, "--dtype", NAMES[dtype]).code == 0
     ours = load_file(out / MODEL)

@@ -1,5 +1,5 @@
-"""What is chosen for GPUs trains what the defaults of CPU ranks train; the GPUs are described,
-ranks are of gloo.
+"""Settings that are chosen for GPUs train as the defaults on CPU ranks do. The GPUs are only
+described; the ranks use gloo.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""Context parallelism: what a rank holds, and that whole sequences go in and come out.
+"""Context parallelism: a rank holds its part of each sequence, and whole sequences go in and come
+out.
 
-That training on such meshes is training of one process is in test_parity_ladder.py and the tests of
-each feature.
+Parity with one process is tested in test_parity_ladder.py and in the tests of each feature.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ BATCH, SEQ_LEN, HEADS, LAYERS = 2, 16, 4, 2
 
 
 def build(num_kv_heads):
-    """The same weights on every rank, on each call."""
+    """Build a model with the same weights on every rank and in each call."""
     model = build_decoder(
         ModelConfig(
             vocab_size=50,
@@ -41,7 +41,9 @@ def build(num_kv_heads):
 
 
 def batch():
-    """Tokens, labels, positions and documents; the second row has two documents and padding."""
+    """Return tokens, labels, positions and documents; the second row has two documents and
+    padding.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens, labels = (torch.randint(0, 50, (BATCH, SEQ_LEN), generator=generator) for _ in range(2))
     documents = torch.tensor([[0] * SEQ_LEN, [0] * 5 + [1] * 8 + [-1] * 3])

@@ -1,4 +1,4 @@
-"""Every marked command of the README and the documents runs, and shows what the document says:
+"""Every marked command of the README and the documents runs, and prints the documented output; see
 document_blocks.py.
 """
 
@@ -21,14 +21,15 @@ DOCUMENTS = [
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     if read_blocks(path)
 ]
-# The first compares whole runs, for minutes; the ladder has the meshes of the others.
+# The first page compares whole runs, for minutes; the parity ladder has the meshes of the other
+# two.
 WEEKLY = ("debugging.md", "long_sequences.md", "pipeline.md")
-RANKS = "2"  # the documents speak of 4
+RANKS = "2"  # the documents use 4
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """A fresh copy of the checkout: what git knows or would add, as it is now."""
+    """A fresh copy of the checkout as it is now: all files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if found.returncode:
@@ -45,8 +46,8 @@ def tree(tmp_path):
 
 
 def run_block(block, tree, server, *, fresh=False):
-    """Standard output and error of the block, whose titanlite starts from the server; the first
-    command as for a reader if `fresh`.
+    """Run the block and return its standard output and error. The server starts titanlite, except
+    that with `fresh` the first command starts it as a reader would.
     """
     server.wait_until_it_serves()
     env, script = server.environment(NGPU=RANKS, **{COPY: str(tree)}), block.script
@@ -85,7 +86,7 @@ def test_marked_commands_run_and_show_what_the_document_says(document, tree, ser
 
 
 def test_enough_is_marked():
-    """A mark that is lost with an edit would not fail anything else."""
+    """If an edit loses a mark, no other test fails."""
     counts = {path.name: len(read_blocks(path)) for path in DOCUMENTS}
     expected = {
         "README.md",

@@ -108,7 +108,7 @@ def is_moved(name):
 
 
 def move(model):
-    """Away from the reference, alike on every mesh."""
+    """Move the weights away from the reference, in the same way on every mesh."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the reference's forward left some layers gathered
@@ -119,7 +119,7 @@ def move(model):
 
 
 def expected_step(job, step):
-    """Loss, metrics and gradients by transformers, one document at a time."""
+    """Compute loss, metrics and gradients with transformers, one document at a time."""
     config = job.model_config
     ours = build_decoder(config)
     materialize(ours, "cpu", seed=job.job.training.seed)
@@ -221,7 +221,7 @@ def train(run_warm, checked):
 
 
 def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
-    """The reference is the initial model, not the one that is resumed: it is built anew."""
+    """The reference is the initial model, which is built again, and not the resumed model."""
     overrides = [
         "--checkpoint.interval=2",
         "--validation.enable=true",
@@ -246,8 +246,8 @@ def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
 def test_stages_of_a_pipeline_have_the_reference_of_one_process(
     run_warm, checked, pretrained, tmp_path
 ):
-    """With adapters off, each forward of training holds one without gradients, which goes through
-    the stages too.
+    """Each training forward contains a reference forward, which has adapters off and no gradients,
+    and goes through the stages too.
     """
     base = pretrained("base", 0.1, "--model.overrides.num_layers=4")
     lora = [

@@ -1,5 +1,5 @@
-"""The quick start's command with smaller numbers: everything that a run leaves behind is there and
-can be used.
+"""The quick start's command with smaller numbers: the run leaves all its files, and they can be
+used.
 """
 
 import math
@@ -68,8 +68,8 @@ def test_log_is_one_plain_line_per_step_from_one_rank(run):
     lines = re.findall(rf"step +(\d+)/{STEPS}  +loss +([\d.]+)", done.stdout)
     trained = [(int(step), float(loss)) for step, loss in lines]
     assert [step for step, _ in trained] == [1, 2, 3, 4]
-    # Random logits cost half of their variance more than equal ones: 0.10 to 0.14 here, by the text
-    # of this Python.
+    # Random logits cost more than equal ones by half of their variance: 0.10 to 0.14 here, by the
+    # text of this Python.
     assert trained[0][1] == pytest.approx(math.log(512) + 0.12, abs=0.1), (
         "an untrained model knows nothing"
     )
@@ -110,7 +110,7 @@ def test_resolved_configuration_is_the_one_that_ran(run):
             *(f"--{key}={value}" for key, value in OVERRIDES.items()),
         ]
     )
-    # what was not written is in the run's file as it was chosen
+    # The run's file has the chosen value of each setting that was left open.
     for key, chosen in CHOSEN.items():
         section, name = key.split(".")
         if getattr(getattr(again, section), name) in (0, "auto"):
@@ -158,8 +158,8 @@ def finishing(number):
 
 @pytest.mark.slow
 def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on(launch, tmp_path):
-    """SIGINT to the launcher's process group as a terminal sends it, and SIGKILL to one rank.
-    SIGTERM to the launcher is in the fault drill.
+    """SIGINT goes to the launcher's process group, as a terminal sends it, and SIGKILL to one rank.
+    The fault drill sends SIGTERM to the launcher.
     """
     folder = tmp_path / "run/checkpoint"
     command = (
@@ -203,11 +203,11 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_the_same_command_goes_on
 
 @pytest.mark.slow
 def test_second_signal_and_a_run_that_cannot_save(launch, tmp_path):
-    # Steps of minutes, so that the first signal cannot be obeyed soon.
+    # Steps take minutes, so the run cannot obey the first signal soon.
     slow = launch("slow", "--training.global_batch_size=32768")
     lost = launch("lost", "--checkpoint.enable=false")
     slow.wait_for("the start", (tmp_path / "slow/events.jsonl").exists)  # everything is built
-    time.sleep(2)  # and the first step begun
+    time.sleep(2)  # the first step has begun
     slow.process.terminate()
     slow.wait_for("the answer to the signal", lambda: slow.err)
     time.sleep(1)

@@ -24,21 +24,23 @@ from titanlite.config.parallelism import Degrees
 
 @dataclass(frozen=True)
 class Prompt:
-    """What titanlite.data gives for a held-out example."""
+    """The fields of a held-out example of titanlite.data."""
 
     prompt_ids: list[int]
     reference: str
     where: str
 
 
-# Of different lengths, and 9 of them: on 4 data-parallel ranks one has 3, the others 2.
+# The prompts have different lengths, and there are 9: on 4 data-parallel ranks, one rank has 3 and
+# each other rank has 2.
 PROMPTS = [
     Prompt(list(range(2 + i, 5 + 3 * i)), f" answer {i}\n", f"rows.jsonl, row {i + 1}")
     for i in range(9)
 ]
 EVALUATION = ["--evaluation.enable=true", "--evaluation.freq=2", "--evaluation.max_new_tokens=4"]
 VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.steps=1"]
-# of the first validation, before the first step: better than what follows, and no candidate
+# The result of the first validation, before the first step. It is better than the later results,
+# but does not count.
 BEFORE = 0.5
 BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
 BASE += ["--training.local_batch_size=2"]
@@ -46,7 +48,7 @@ BASE += ["--training.local_batch_size=2"]
 
 @pytest.fixture(autouse=True)
 def prompts(monkeypatch):
-    """Before the ranks are forked."""
+    """Replace the prompts before the ranks are forked."""
     monkeypatch.setattr(
         titanlite.features.generate.evaluate, "build_evaluation_prompts", lambda *_: PROMPTS
     )
@@ -65,8 +67,8 @@ def train(
     run_warm,
     checked,
 ):
-    """`train(degrees, *overrides)` -> folder of a run that `Trainer.train` has finished; `patched`
-    by the test.
+    """`train(degrees, *overrides)` -> the folder of a run that `Trainer.train` has finished; with
+    `patched`, the ranks see the test's patches.
     """
 
     def run(degrees, *overrides, losses=None, patched=False):
@@ -106,9 +108,7 @@ def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, 
 def test_scores_are_the_same_on_every_mesh_and_counted_once(
     run_ranks, checked, meshes, monkeypatch
 ):
-    """The score of a prompt is a number of its own, so that one left out or counted twice changes
-    the mean.
-    """
+    """Each prompt has a different score, so that a missing or repeated prompt changes the mean."""
     monkeypatch.setitem(
         vars(titanlite.features.generate.evaluate),
         "exact_match",
@@ -134,7 +134,7 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(
 
 
 def test_training_is_the_same_with_evaluation(train, tmp_path):
-    share = "--data.validation_share=0.2"  # not set, rows that nobody looks at are trained
+    share = "--data.validation_share=0.2"  # by default, unused held-out rows would be trained
     with_it = points(
         train(Degrees(), share, *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train"
     )
@@ -143,7 +143,7 @@ def test_training_is_the_same_with_evaluation(train, tmp_path):
 
 
 def bad_scorer(prediction, reference):
-    """Fails on rows that one rank alone scores."""
+    """Fail on rows that only one rank scores."""
     number = int(reference.split()[1])
     if number == 3:
         raise KeyError("no such unit")
@@ -224,7 +224,8 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     assert list_steps(folder) == [2, 4] and read_best(folder) == 2
     assert check_folder(folder / "best", checksums=True) == []
     assert (folder / "best/config.json").exists(), "the link is a model folder"
-    # The resumed run knows what 2.6 has to beat, and what was the best goes when it is no more.
+    # The resumed run knows the best result so far, so 2.6 does not count. Once a later step is
+    # better, the old best is removed.
     train(Degrees(dp_shard=2), *arguments, "--training.steps=6", losses=losses)
     assert list_steps(folder) == [5, 6] and read_best(folder) == 5
     state = read_json(folder / "step-6/titanlite/train_state.json")["results"]["validation"]
@@ -260,7 +261,7 @@ def test_upload_of_the_final_or_the_best_model(run_ranks, checked, monkeypatch, 
     assert second == [], "one rank uploads"
 
 
-# --- what is refused
+# --- refusals
 
 
 def test_scorers():

@@ -1,4 +1,4 @@
-"""Fine-tuning data in a real trainer: packing changes nothing but speed, and order does not depend
+"""Fine-tuning data in a real trainer: packing changes only the speed, and the order does not depend
 on the mesh.
 """
 

@@ -1,5 +1,5 @@
-"""What docs/extending.md shows: each block runs, and is what is built in, on one rank and on
-others.
+"""The blocks of docs/extending.md: each block runs, and its results equal the built-in ones, on one
+rank and on several.
 """
 
 import json
@@ -50,7 +50,7 @@ FOUR = "--training.local_batch_size=4"  # two micro-batches, or one
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """The blocks as files, importable; ranks are forked from this process."""
+    """The blocks as importable files; ranks are forked from this process."""
     folder = tmp_path_factory.mktemp("extending")
     for name, text in BLOCKS.items():
         (folder / f"{name}.py").write_text(text)
@@ -68,7 +68,7 @@ def built_in_runs():
 
 @pytest.fixture
 def built_in(warm_run, built_in_runs):
-    """`built_in(mesh)`: 4 steps with nothing of one's own; made only once."""
+    """`built_in(mesh)`: 4 steps without custom parts, run only once."""
 
     def get(mesh):
         if mesh not in built_in_runs:
@@ -92,8 +92,8 @@ def test_a_loss_of_ones_own_is_the_built_in(warm_run, built_in, name, mesh):
 
 
 def test_a_whole_objective_has_its_own_unit(warm_run, built_in):
-    """Each of the 4 sequences of a step counts the same: so it is next-token prediction where none
-    has padding.
+    """Each of the 4 sequences of a step has the same weight, so without padding this is next-token
+    prediction.
     """
     expected = built_in("FSDP2").losses[:2]
     got = warm_run(MESHES["FSDP2"], "--training.objective=my_losses:PerSequence", steps=2)[0]
@@ -107,8 +107,8 @@ def test_an_optimizer_of_ones_own_is_the_built_in(warm_run, built_in, mesh):
 
 
 def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ranks):
-    """Two steps and two more are four, in one process; so are those of an objective and of a
-    metric.
+    """In one process, two steps and a resume to step four give the result of four steps, with a
+    custom optimizer, objective and metric.
     """
     own = {
         "optimizer": {"name": "my_optimizers:sign_sgd", "momentum": 0.9},
@@ -192,7 +192,7 @@ def train_parts(jobs):
 
 @pytest.mark.parametrize("mesh", ["FSDP2", "TP2xEP2"])
 def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh):
-    """It is the average of the weights of one rank, whose training goes on from the weights
+    """The average equals the average of one rank's weights, and training continues from the weights
     themselves.
     """
     settings = [
@@ -248,8 +248,8 @@ def test_a_metric_of_gradients_is_the_same_on_all_meshes(checked, run_warm, tmp_
 
 
 def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file, modules):
-    """The tokens are those of the rows as they could be written; another function makes them
-    anew.
+    """The tokens equal the tokens of the same rows in a file. If the function's file changes, the
+    tokens are made again.
     """
     asked = [{"ask": f"what {i}", "say": f"one {i}", "score": 0.2 + i / 10} for i in range(9)]
     plain = [
@@ -278,8 +278,8 @@ def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file
 
 
 def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
-    """With default settings, as the page says: in titanlite, in its class of transformers, and by
-    the class's name.
+    """As the page says, the family needs only default settings: in titanlite, in its transformers
+    class, and by the name of that class.
     """
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     config = {
@@ -320,13 +320,13 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
 
 
 def test_runs_in_one_process_leave_its_hooks(config_file, tmp_path):
-    """Each process group that a run makes would put one more `[rank0]:` in front of tracebacks."""
+    """Otherwise each process group that a run makes would add one more `[rank0]:` to tracebacks."""
 
     def hooks():
         return [sys.excepthook, threading.excepthook, logging.root.handlers[:], logger.handlers[:]]
 
     def alone():
-        """Without a process group, which a run would use."""
+        """Run in a process that has no process group, because a run would use an existing one."""
         before = hooks()
         for number in range(2):
             titanlite.train(
@@ -405,8 +405,8 @@ def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     shutil.copy(modules / "experiment.py", tmp_path)
 
     def alone():
-        """As `python experiment.py`, without a process group; forked, which costs less than its
-        imports.
+        """Run like `python experiment.py`, without a process group; a fork takes less time than the
+        imports of a new process.
         """
         os.chdir(tmp_path)
         with open("printed", "w") as out, redirect_stdout(out):
@@ -430,6 +430,6 @@ def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     for rate in (0.001, 0.003):
         folder = f"outputs/lr-{rate}/checkpoint/step-3"
         assert (tmp_path / folder / "config.json").exists()
-        # Ranks print at the same time, and Python's print is several writes: their lines can be
-        # mixed.
+        # Ranks print at the same time, and Python's print makes several writes, so their lines can
+        # be mixed.
         assert len(re.findall(rf"{re.escape(folder)}(?!:| \()", said)) == ranks, said

@@ -1,8 +1,8 @@
-"""Fault drill: every few steps something goes wrong on a 4-rank run, and it ends with the weights
-of a quiet one.
+"""Fault drill: a 4-rank run has a fault every few steps, and ends with the weights of an
+undisturbed run.
 
-Nobody helps: the only thing done from outside is what a scheduler does, starting the same command
-again after it was asked to stop and ended with 0.
+The test acts only as a scheduler would: after it asked the run to stop, and the run ended with 0,
+it starts the same command again.
 """
 
 import json
@@ -26,10 +26,11 @@ EVERY = 2  # steps of progress between two faults
 ROUNDS = ["kill", "nan", "corrupt", "disk", "stop", "term"]
 STEPS = EVERY * len(ROUNDS) + 6
 TIMEOUT_S = 5
-# bytes; more than the notes for the launcher, which are elsewhere, less than any file of the run
+# In bytes: more than the launcher's notes, which are in another folder, and less than any file of
+# the run.
 FILE_LIMIT = 4 << 10
 
-# What the run itself must say of each kind of fault.
+# Output that the run itself must print for each kind of fault.
 SAID = {
     "kill": r"titanlite: rank \d was ended by SIGKILL .*Starting all ranks again",
     "stop": r"titanlite: ranks? \d.* not moved for \d+ s since step \d+, \w+",
@@ -62,14 +63,14 @@ class Drill:
             *("--checkpoint.interval=2", "--checkpoint.on_save_error=continue"),
             "--training.local_batch_size=4",  # one micro-batch
             f"--comm.timeout_seconds={TIMEOUT_S}",
-            # a fault may come while a save begins
+            # A fault may come when a save begins.
             f"--checkpoint.timeout_seconds={TIMEOUT_S}",
         ]
-        self.said_before = ""  # by those that have ended in good order
+        self.said_before = ""  # by earlier launches, which ended in good order
         self.launched = server.launch(*self.command, folder=self.folder)
 
     def go_on(self):
-        """After an end in good order."""
+        """Start again after an end in good order."""
         self.said_before = self.out
         self.launched = self.server.launch(*self.command, folder=self.folder)
 
@@ -78,7 +79,7 @@ class Drill:
         return self.said_before + self.launched.out
 
     def step(self):
-        """Of the latest point of metrics; goes back when a run is resumed."""
+        """Return the step of the latest metrics point, which goes back when a run is resumed."""
         try:
             return json.loads((self.dump / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         except (OSError, ValueError, IndexError):
@@ -93,7 +94,7 @@ class Drill:
     # --- faults
 
     def fault(self, kind, rng):
-        """Let it happen, and wait until the run has noticed."""
+        """Cause the fault, and wait until the run has noticed it."""
         before, rank = self.said(kind), rng.randrange(RANKS)
         if kind == "kill":
             os.kill(self.launched.pid(f"rank-{rank}"), signal.SIGKILL)
@@ -101,7 +102,7 @@ class Drill:
             os.kill(self.launched.pid(f"rank-{rank}"), signal.SIGSTOP)
         elif kind == "corrupt":
             self.wait_for("two complete checkpoints", lambda: len(self.complete()) >= 2)
-            # or a newer one than the damaged one could be complete before the kill
+            # Otherwise a checkpoint newer than the damaged one could be complete before the kill.
             for each in range(RANKS):
                 os.kill(self.launched.pid(f"rank-{each}"), signal.SIGSTOP)
             self.corrupt(rng)

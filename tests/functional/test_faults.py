@@ -1,4 +1,4 @@
-"""A run that errs while it trains: values that are not finite, failed saves."""
+"""Faults in a run while it trains: values that are not finite, failed saves."""
 
 import errno
 import math
@@ -29,10 +29,10 @@ STEPS = "--training.steps=5"
 
 @pytest.fixture
 def train(run_ranks, checked, tmp_path):
-    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; the same
-    outcome on all ranks.
+    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; all ranks must
+    have the same outcome.
 
-    `before(trainer)` may put a fault in.
+    `before(trainer)` may inject a fault.
     """
 
     def run(
@@ -61,7 +61,7 @@ def train(run_ranks, checked, tmp_path):
 
 
 def events(folder):
-    """Kind and step of those that a run without faults has not."""
+    """Return kind and step of the events that a run without faults does not have."""
     found = [(e["kind"], e["step"]) for e in read_lines(folder / "events.jsonl")]
     return [event for event in found if event[0] not in ("start", "resume", "save", "stop", "end")]
 
@@ -71,8 +71,8 @@ def points(folder):
 
 
 def poison_output(name, step, rank, *, once):
-    """Let module `name` give NaN on `rank` in micro-batch 1 of `step`: the first time only, or
-    whenever it is run.
+    """Make module `name` return NaN on `rank` in micro-batch 1 of `step`: only the first time, or
+    whenever it runs.
     """
 
     def put_in(trainer):
@@ -190,7 +190,7 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run(train, tmp_
 
 
 def failing_saves(steps, monkeypatch):
-    """The disk is full on rank 1 while the checkpoint of one of `steps` is written; each number
+    """Make the disk full on rank 1 while the checkpoint of one of `steps` is written; each number
     fails once.
     """
     original = os.pwritev
@@ -240,7 +240,7 @@ def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeyp
 def test_a_disk_that_cannot_hold_the_first_checkpoint_ends_the_run_before_it_trains(
     train, tmp_path, monkeypatch
 ):
-    """By the byte: what is missing is room for the files of one checkpoint."""
+    """The check is exact to the byte: the free space must hold the files of one checkpoint."""
     usage = shutil.disk_usage(tmp_path)
 
     def run(free):

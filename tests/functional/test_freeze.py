@@ -12,8 +12,8 @@ STEPS = 3
 RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
 WEIGHT_TOLERANCE = 1.25e-5
 PATTERNS = [
-    # Of an FSDP unit some are frozen, of another all; experts on their own mesh in part; norms,
-    # which tp replicates.
+    # One FSDP unit is partly frozen, another one wholly; experts on their own mesh are partly
+    # frozen, and so are norms, which tp replicates.
     "--optimizer.freeze=model.embed_tokens*, *.mlp.gate.*, *.0.mlp.experts.down_proj, "
     "model.layers.1.*norm*",
     "--optimizer.lr_multipliers=lm_head*=0.5, *.experts.*=2",
