@@ -23,7 +23,8 @@ FAMILIES = EVERY_FAMILY | {
         name: [f"--model.name={name}", "--model.overrides.sliding_window=4"]
         for name in ("ministral", "gpt_oss")
     },
-    # The prompts are as long as its pretraining was, and their continuations longer.
+    # The prompts are as long as the model's pretraining sequences, and their continuations are
+    # longer.
     "yarn": [
         "--model.name=qwen2",
         "--model.overrides.rope_scaling.rope_type=yarn",
@@ -31,7 +32,7 @@ FAMILIES = EVERY_FAMILY | {
         "--model.overrides.rope_scaling.original_max_position_embeddings=10",
     ],
 }
-# One process and TP2xFSDP2 have all families.
+# One process and TP2xFSDP2 run all families.
 ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
@@ -44,8 +45,8 @@ ON_MESH = {
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }
 NEW = 9
-# 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins a forward
-# without any.
+# There are 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins
+# a forward without prompts.
 _LENGTHS = (3, 9, 1, 14, 6, 2, 5)
 _GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(310, (n,), generator=_GENERATOR).tolist() for n in _LENGTHS]
@@ -60,7 +61,9 @@ class Reference:
 
 
 def continue_with_transformers(model, prompts):
-    """Greedy, all prompts in one batch, padded on the left as transformers wants it."""
+    """Continue greedily, with all prompts in one batch, padded on the left as transformers
+    requires.
+    """
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -112,7 +115,9 @@ CPU = torch.device("cpu")
     ],
 )
 def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, mesh):
-    """All prompts together; and one by one, which is alike for all families."""
+    """All prompts run together. One family also runs them one by one, which works the same way in
+    all families.
+    """
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     families = ON_MESH.get(mesh, FAMILIES.keys())
 
@@ -164,7 +169,9 @@ def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
 
 @pytest.mark.parametrize("mesh", ["one", "TP2xFSDP2"])
 def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, meshes, mesh):
-    """Rows end at different steps on different ranks; the others go on to their own end."""
+    """Rows end at different steps on different ranks; the remaining rows continue to their own
+    end.
+    """
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     expected = references["llama"].tokens
     ends = {expected[0][3], expected[3][7]}
@@ -213,8 +220,8 @@ def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, lo
 
 
 def test_one_forward_of_one_token_per_row_and_step(run_ranks, load):
-    """What the cache is for. Under tp the rows of a step share one sequence; 3 rows are padded to
-    4.
+    """The cache makes this possible. Under tp the rows of a step share one sequence; 3 rows are
+    padded to 4.
     """
 
     def rank_main(degrees):

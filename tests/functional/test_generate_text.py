@@ -44,7 +44,9 @@ def command(capsys):
 
 @pytest.fixture(scope="module")
 def folder(config_file, tmp_path_factory):
-    """A random Qwen3-MoE with the tokenizer of the tests, logits far apart, and a chat template."""
+    """A random Qwen3-MoE with the tokenizer of the tests, clearly separated logits, and a chat
+    template.
+    """
     job = check(
         load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]),
         1,
@@ -59,7 +61,7 @@ def folder(config_file, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expect(folder):
-    """`expect(text)` -> the text that transformers continues it with, greedily."""
+    """`expect(text)` -> transformers' greedy continuation of the text."""
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
@@ -96,7 +98,9 @@ def test_prompts_of_a_file(command, folder, expect, tmp_path):
 
 
 def test_chat(command, folder, expect, tmp_path):
-    """Rendered by the template, encoded without a second beginning; messages and single texts."""
+    """A chat is rendered by the template and encoded without a second BOS token; messages and
+    single strings work.
+    """
     first = expect("<|user|>x<|endoftext|><|assistant|>", add_special_tokens=False)
     messages = [
         {"role": "user", "content": "a"},

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Skips itself without one."""
+"""Tests that need a CUDA device; they are skipped without one."""
 
 import math
 import os
@@ -22,21 +22,21 @@ from titanlite.ops.gated_delta import find_triton_problem, gated_delta_rule, l2_
 from titanlite.ops.matmul import keep_float32, linear_each, sum_over_rows, wide_linear
 from titanlite.ops.moe_experts import gather_sum
 
-# torch looks at it once in a process, at the first product, which is that of a test without
+# torch reads this variable once in a process, at the first matmul, which may be in a test without
 # determinism.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # those of compilers and drivers are no reason to lose a result
+    # Warnings of compilers and drivers must not fail a test.
     pytest.mark.filterwarnings("default"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def _flags():
-    """Put back what `training.deterministic` switches for the whole process."""
+    """Restore the flags that `training.deterministic` switches for the whole process."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
@@ -129,7 +129,7 @@ def test_attention_never_takes_cudnn(checked):
 
 
 def test_sums_of_two_byte_products_are_float32():
-    """The head's weight gradient and the router's logits, added up inside the product."""
+    """The head's weight gradient and the router's logits are accumulated inside of the matmul."""
     dy, x, total = randn(3000, 96), randn(3000, 64), randn(96, 64).float()
     expected = total.double() + dy.double().T @ x.double()
     # H200: 1.5e-6
@@ -153,7 +153,7 @@ def test_projections_add_up_the_gradient_of_their_input():
     found = [*outs, *torch.autograd.grad(outs, leaves, douts)]
     wanted = torch.autograd.grad(expected, exact, [dout.double() for dout in douts])
     for actual, want in zip(found, [*expected, *wanted], strict=True):
-        assert relative_error(actual, want) < 4e-3  # that of the input is rounded three times
+        assert relative_error(actual, want) < 4e-3  # the input's gradient is rounded three times
 
 
 @pytest.mark.parametrize("top_k", [1, 8])
@@ -163,7 +163,7 @@ def test_rows_are_summed_without_atomics(top_k):
 
 
 def test_copies_of_weights_follow_a_fused_step():
-    """Its kernel changes parameters without a new version."""
+    """The fused kernel changes parameters without incrementing their version."""
     weight = torch.nn.Parameter(randn(4, 32, 16).float())
     read = WeightCopies(torch.bfloat16).read
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
@@ -192,7 +192,9 @@ def test_a_batch_finds_its_documents_before_it_is_moved():
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_flash_in_windows_and_with_sinks(window, has_sinks):
-    """Against the masked path in float64; documents shorter and longer than the window."""
+    """The results are compared with the masked path in float64; documents are shorter and longer
+    than the window.
+    """
     torch.manual_seed(0)
     q, k, v = randn(2, 512, 8, 64), randn(2, 512, 2, 64), randn(2, 512, 2, 64)
     sinks = torch.linspace(-3.0, 3.0, 8, device="cuda").bfloat16() if has_sinks else None
@@ -221,8 +223,8 @@ def test_draws_are_possible_with_deterministic_algorithms():
 
 
 def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
-    """Pointers and `cp.async` against TMA, at a real size: a missing barrier would show as other
-    bits now and then.
+    """Pointers and `cp.async` are compared with TMA at a real size: a missing barrier would
+    sometimes show as other bits.
     """
     torch.manual_seed(0)
     tokens, top_k, num_experts, hidden, inner = 16384, 8, 128, 2048, 768
@@ -266,7 +268,7 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
 
 
 def test_gated_delta_kernels_have_the_values_of_torch_and_the_same_bits_in_every_run():
-    """At the sizes of Qwen3-Next's layer: what a compiler gets wrong, and races, show here."""
+    """At the sizes of Qwen3-Next's layer, errors of the compiler and races show."""
     if (problem := find_triton_problem()) is not None:
         pytest.skip(problem)
     torch.manual_seed(0)
@@ -387,8 +389,8 @@ def test_gradients_of_experts_are_added_in_float32_with_the_same_bits_in_every_r
 
 
 def test_tensors_of_more_than_two_to_the_31_elements():
-    """The last group of x, of dx and of z, each of 2.2e9 elements, against float64. It takes 20
-    GB.
+    """The last groups of x, dx and z, of 2.2e9 elements each, are compared with float64. It takes
+    20 GB.
     """
     rows, hidden, inner, last = 1_100_000, 2048, 1024, 1000
     x = torch.empty(rows, hidden, device="cuda", dtype=torch.bfloat16)
@@ -414,7 +416,9 @@ def test_tensors_of_more_than_two_to_the_31_elements():
 
 
 def test_a_kernel_can_be_the_first_of_its_thread():
-    """As in autograd's thread, which has no CUDA context then."""
+    """In autograd's thread our kernel may be the first call, and that thread has no CUDA context
+    before it.
+    """
     x, weight = randn(256, 128), randn(2, 64, 128)
     offsets = torch.tensor([100, 256], dtype=torch.int32, device="cuda")
     expected = torch.cat([x[:100] @ weight[0].T, x[100:] @ weight[1].T])
@@ -446,8 +450,8 @@ def test_cross_entropy_over_a_large_vocabulary(dtype, reduction):
 
 
 def test_products_of_float32_are_no_tf32(monkeypatch):
-    """Angles of positions beyond 2,048, as classes of transformers compute them; and a
-    convolution.
+    """The test covers angles of positions beyond 2,048, as transformers' classes compute them, and
+    a convolution.
     """
     torch.set_float32_matmul_precision("high")  # as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE leaves it
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")

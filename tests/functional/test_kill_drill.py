@@ -1,7 +1,7 @@
-"""One machine: where its processes listen, and what is left when the launcher alone is killed in
-the middle of saves.
+"""One machine: the addresses where its processes listen, and the state after the launcher alone is
+killed during saves.
 
-Ranks are forked from a server, so that a start takes a second. With more kills, by hand:
+Ranks are forked from a server, so that a start takes a second. This command runs more kills:
 `TITANLITE_KILLS=25 python -m pytest tests/functional/test_kill_drill.py`
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900 if KILLS <= 2 else 0)
 
 @pytest.fixture
 def start(server, config_file, tmp_path):
-    """`start(name, *settings)` begins the run of `tmp_path / "run"`, or goes on with it."""
+    """`start(name, *settings)` starts or continues the run of `tmp_path / "run"`."""
 
     def launch(name, *settings):
         folder = tmp_path / name
@@ -55,7 +55,7 @@ def is_over(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
 def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_goes_on(start, tmp_path, mode):
-    """Of two that start at once, one goes on and the other is refused."""
+    """If two launchers start at once, one of them continues the run, and the other is refused."""
     rng, checkpoints = random.Random(KILLS), tmp_path / "run/checkpoint"
     settings = [
         f"--checkpoint.async_mode={mode}",
@@ -96,7 +96,7 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_next_one_goes_on(start,
 
 
 def kill_launcher(run):
-    """Kill the launcher alone; return the seconds until its ranks were gone."""
+    """Kill the launcher alone; return the seconds until its ranks have ended."""
     pids = pids_of(run)
     os.kill(pids[0], signal.SIGKILL)
     killed = time.monotonic()

@@ -1,4 +1,6 @@
-"""Qwen3.5 as it is published: a model of images and text, whose text model is native."""
+"""Qwen3.5 as it is published: a model of images and text, whose text model is native in
+titanlite.
+"""
 
 import shutil
 
@@ -47,15 +49,15 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
-# Keys that transformers does not know, or that the decoder has in another way.
+# transformers does not know these keys, or the decoder stores them differently.
 MORE = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-# steps that a bfloat16 near 1 shows
+# The steps are large enough to change a bfloat16 number near 1.
 IN_BFLOAT16 = ["--checkpoint.export_dtype=bfloat16", "--optimizer.lr=1e-2"]
 FAMILIES = {"qwen3_5": {"intermediate_size": 96}, "qwen3_5_moe": {**EXPERTS, "mlp_only_layers": []}}
 
 
 def stored(folder):
-    """All tensors of the model in `folder`, whatever its files."""
+    """Return all tensors of the model in `folder`, from all its files."""
     return {
         key: tensor
         for path in sorted(folder.glob("*.safetensors"))
@@ -189,7 +191,7 @@ def test_what_is_saved_is_the_whole_model_with_its_text_trained(
     both = got.keys() & saved.keys()
     assert both and all(torch.equal(saved[key], got[key].float()) for key in both)
 
-    # A run goes on from there, and exports.
+    # The run can be resumed from this checkpoint, and the checkpoint can be exported.
     further = stored(train(base, *settings, steps=3))
     assert further.keys() == before.keys()
     assert torch.equal(

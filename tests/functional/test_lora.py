@@ -1,5 +1,5 @@
-"""LoRA through real trainers: every mesh trains the same adapters, resuming is exact, the base
-model never moves.
+"""LoRA through real trainers: every mesh trains the same adapters, resuming is exact, and the base
+model never changes.
 """
 
 import shutil
@@ -125,7 +125,9 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
 def test_transformers_own_class_trains_the_same_adapters(
     warm_run, overrides_of, meshes, reference_runs, mesh, family
 ):
-    """As the native decoder does in one process: another implementation of the model."""
+    """Another implementation of the model trains the adapters that the native decoder trains in one
+    process.
+    """
     if family not in reference_runs:
         reference_runs[family] = warm_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
     one, degrees = reference_runs[family], meshes[mesh]
@@ -146,7 +148,7 @@ def test_transformers_own_class_trains_the_same_adapters(
 def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
     run_ranks, checked, overrides_of, meshes
 ):
-    """Also in one FSDP unit; the optimizer has memory for adapters alone."""
+    """Both dtypes may be in one FSDP unit, and the optimizer has memory for adapters alone."""
     job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
 
     def rank_main():
@@ -191,8 +193,8 @@ def train(run_warm, checked):
 
 
 def test_resume(train, overrides_of, meshes, tmp_path):
-    """A step holds the adapters only; resumed on the same mesh bit for bit, on another one to
-    rounding.
+    """A checkpoint holds only the adapters. A resume is exact on the same mesh, and exact to
+    rounding on another mesh.
     """
     overrides = overrides_of(
         "qwen3_moe",
@@ -226,8 +228,8 @@ def test_resume(train, overrides_of, meshes, tmp_path):
 
 
 def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides_of, tmp_path):
-    """What a run overrides is in no file of peft's: resuming with another is refused, merging
-    writes the run's.
+    """peft's files do not record a run's overrides, so a resume with other overrides is refused,
+    and a merge writes the run's overrides.
     """
     overrides = overrides_of("qwen3", "--training.steps=2", "--checkpoint.interval=1")
     train(Degrees(), tmp_path / "run", *overrides, "--model.overrides.rope_theta=777")
@@ -244,8 +246,8 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
 
 
 def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tmp_path):
-    """Trained on 4 ranks, each with its blocks; transformers reads what is exported, and adds up
-    the same.
+    """The adapters are trained on 4 ranks, each with its own blocks; transformers reads the export,
+    and finds the same sums.
     """
     base = tmp_path / "base"
     shutil.copytree(base_of("gpt_oss"), base, ignore=shutil.ignore_patterns("manifest.json"))
@@ -270,8 +272,8 @@ def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tm
 
 
 def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):
-    """Those of another run, or of peft; what does not fit is said, and a resumed run takes its
-    own.
+    """The adapters are from another run or from peft. A mismatch is an error, and a resumed run
+    uses its own adapters.
     """
     overrides = overrides_of(
         "qwen3_moe", "--training.steps=2", "--checkpoint.interval=1", "--lora.targets=experts"

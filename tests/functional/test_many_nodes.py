@@ -1,5 +1,5 @@
-"""Several machines: launchers that meet, agree to stop, lose one another and go on; over addresses
-of their own.
+"""Several machines, each with its own address: launchers meet, agree to stop, lose one another and
+continue.
 """
 
 import os
@@ -36,8 +36,8 @@ from titanlite.metrics.run_folder import (
     waiting_for_machines,
 )
 
-# A lost launcher is noticed after 6 s and not after 15; so that tests do not wait, not so that they
-# pass.
+# A lost launcher is noticed after 6 s instead of 15. This only makes the tests faster; they do not
+# need it to pass.
 QUICK = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=120"
 ONE_MICRO_BATCH = "--training.local_batch_size=2"  # on 4 ranks
 FILES = ("model.safetensors", "titanlite/optimizer.safetensors")
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def out(self):
-        """What all machines have written; only the one that has rank 0 writes much."""
+        """The output of all machines; only the machine of rank 0 writes much."""
         return "".join(machine.out for machine in self.machines)
 
     @property
@@ -71,7 +71,9 @@ class Cluster:
         return {step for machine in self.machines for step in machine.steps()}
 
     def wait_for_step(self, step):
-        """Wait for any machine's word of it: the rendezvous chooses which one has rank 0."""
+        """Wait until any machine reports the step: the rendezvous chooses which machine has rank
+        0.
+        """
         newest = self.machines[-1]
         newest.wait_for(f"step {step}", lambda: step in self.steps())
 
@@ -79,13 +81,13 @@ class Cluster:
         return "\n".join(machine.report() for machine in self.machines)
 
     def end(self, *ending):
-        """They end by themselves with exit code 0."""
+        """Wait until all machines have ended by themselves with exit code 0."""
         for machine in ending:
             assert machine.end() == 0, self.report()
 
 
 def losses_of(dump):
-    """Return the loss of each step; of a step that was trained twice, the later one."""
+    """Return the loss of each step; if a step was trained twice, the later loss."""
     points = read_lines(dump / "metrics.jsonl")
     return {point["step"]: point["loss/train"] for point in points if "loss/train" in point}
 
@@ -167,9 +169,9 @@ def places(request):
 
 
 def elastic(nnodes, places=None):
-    """Variables of the machine that the rendezvous is on, and of the others. On one machine both
-    have one host name and must be told who is who; in namespaces they find out by the address, as
-    real machines do.
+    """Return the variables of the machine that hosts the rendezvous, and of the other machines. On
+    one machine both have the same host name, so the variables name the host; in namespaces the
+    address decides, as on real machines.
     """
     port = find_free_port()
     common = {"NNODES": nnodes, "RDZV_ID": f"test-{port}", "MAX_RESTARTS": "3"}
@@ -206,9 +208,10 @@ def undisturbed(run_ranks, checked):
 def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed_run(
     cluster, undisturbed, places, tmp_path
 ):
-    """2 launchers x 2 ranks, in two network namespaces where the test may make them. First SIGTERM
-    to one: all save and end with 0. Then, in the run that goes on from there, SIGKILL to all
-    processes of one: it comes back, and the ranks of both resume from the newest checkpoint.
+    """Two launchers of 2 ranks each run in two network namespaces, if the test may make them. First
+    one launcher gets SIGTERM: all ranks save and end with 0. Then the run continues, and all
+    processes of one launcher get SIGKILL: that launcher comes back, and the ranks of both resume
+    from the newest checkpoint.
     """
     run = cluster(24, "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0")
     host, other = elastic("2", places)
@@ -246,7 +249,7 @@ def test_a_killed_machine_comes_back_and_the_weights_are_those_of_an_undisturbed
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp_path):
-    """NNODES=1:2, one rank each: after the loss of one machine for good, the other trains on, with
+    """With NNODES=1:2 and one rank each, one machine is lost for good, and the other continues with
     the same batches.
     """
     run = cluster(16, "--checkpoint.interval=4")
@@ -264,8 +267,8 @@ def test_a_run_goes_on_with_the_machines_that_are_left(cluster, undisturbed, tmp
 
 
 def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
-    """There is nothing to save yet; in a queue's grace period a wait of 10 minutes would be too
-    long.
+    """The run has nothing to save yet, and a wait of 10 minutes would exceed the grace period of a
+    queue.
     """
     run = cluster(5)
     host, _ = elastic("2")
@@ -276,7 +279,7 @@ def test_sigterm_ends_a_machine_that_waits_for_others_at_once(cluster):
     assert alone.err.splitlines()[1:] == ["titanlite: stopped by SIGTERM, with all ranks."]
 
 
-# --- what must be alike on all machines
+# --- folders, settings and models that all machines must share
 
 
 def test_folders_and_settings_that_differ_are_one_error_on_all_ranks(
@@ -382,8 +385,8 @@ COPIES = {
 def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
     run_ranks, tmp_path, monkeypatch
 ):
-    """Three machines of two ranks: the last one has another copy; in each case of a file, with the
-    same sizes.
+    """There are three machines of two ranks, and the last one has another copy: each case changes
+    one file and keeps its size.
     """
     usual = write_model(tmp_path / "usual")
     same = write_model(tmp_path / "same")
@@ -434,8 +437,8 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
 def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_may_take(
     run_ranks, monkeypatch
 ):
-    """The limit of this test's group is 300 s; that it does not count is seen from the group that
-    is waited for.
+    """The limit of this test's group, 300 s, does not apply: the machines wait in a separate group,
+    whose limit is checked.
     """
     limits, real = [], dist.new_group
 
@@ -453,7 +456,7 @@ def test_machines_wait_for_one_that_prepares_its_data_longer_than_collectives_ma
             time.sleep(1.0 if dist.get_rank() == 3 else 0.0)
         waited = time.monotonic() - start
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-        with waiting_for_machines():  # one machine: whose ranks wait for each other in the cache
+        with waiting_for_machines():  # one machine: its ranks wait for each other in the cache
             pass
         return waited, [limit.total_seconds() for limit in limits]
 

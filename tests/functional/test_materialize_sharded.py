@@ -1,5 +1,5 @@
-"""Initialization does not depend on the layout, costs O(shard), and `verify` sees what goes wrong
-on one rank.
+"""Initialization does not depend on the layout and costs O(shard), and `verify` finds an error of a
+single rank.
 """
 
 import math
@@ -76,7 +76,7 @@ def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
 
 
 def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
-    """O(shard): tiles of 256 x 256 that a shard touches are drawn whole, so a rank may draw up to 3
+    """O(shard): a tile of 256 x 256 that a shard touches is drawn whole, so a rank may draw up to 3
     times its shard.
     """
     sizes = {
@@ -158,9 +158,7 @@ def test_nan_on_one_rank_fails_on_all_ranks_with_tensor_and_rank(run_ranks, chec
 def test_a_layout_looked_at_with_fake_ranks_is_not_taken_for_that_of_a_real_rank(
     run_ranks, checked, meshes
 ):
-    """DTensor keeps results of operations with the mesh they were computed on; equal meshes have
-    other coordinates.
-    """
+    """DTensor caches results of operations by mesh, and equal meshes may have other coordinates."""
     job = checked(
         meshes["FSDP4"], *(f"--model.overrides.{name}={value}" for name, value in UNEVEN.items())
     )

@@ -1,4 +1,4 @@
-"""What a run tells about itself is true: time, slow ranks, norms, memory, and files beside the
+"""A run reports true figures: time, slow ranks, norms, memory, and further files next to the
 metrics.
 """
 
@@ -13,8 +13,8 @@ from titanlite.assemble import assemble
 from titanlite.data.dataset import Batch
 
 SLEEP_S = 0.8
-DATA = 2  # step in which something goes wrong
-SLOW_DATA = 2  # and the rank that it happens on
+DATA = 2  # the step of the disturbance
+SLOW_DATA = 2  # the rank of the disturbance
 
 
 def read(folder, name):
@@ -22,7 +22,7 @@ def read(folder, name):
 
 
 def disturb(trainer):
-    """Let this rank misbehave in the steps above."""
+    """Make this rank misbehave in the step above."""
     rank, load = dist.get_rank(), trainer.parts.loader.micro_batches
 
     def slow_micro_batches(step):
@@ -52,7 +52,7 @@ def test_metrics_show_who_waits_for_data(run_ranks, checked, meshes, tmp_path):
             for name in ("data", "forward", "backward", "optimizer", "other")
         ]
         assert all(seconds >= 0 for seconds in phases) and point["time/other_s"] > 0
-        # What no phase covers is a few lines of Python between steps.
+        # The phases leave out only a few lines of Python between steps.
         assert sum(phases) == pytest.approx(point["time/step_s"], abs=0.02, rel=0.02)
         norms = [point[name] for name in point if name.startswith("grad_norm/")]
         assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(
@@ -90,7 +90,7 @@ def test_tokens_per_second_leave_out_the_padding_of_every_rank_once(
         load = trainer.parts.loader.micro_batches
 
         def padded(step):
-            """Row r of a batch ends 2 r tokens early, in the first step 8 more."""
+            """Make row r of a batch end 2 r tokens early, in the first step 8 more."""
             batches = []
             for number, batch in enumerate(load(step)):
                 end = (

@@ -1,13 +1,13 @@
 """The parity ladder: whatever the mesh, 3 steps give the loss, the gradient norm and the weights of
 one process.
 
-Those are the steps of the meshes; for each option and family it is 2, of which the second has the
-momentum of the first and experts chosen with a bias that moved, and where kernels are interpreted
-1, whose gradients show in the weights.
+Meshes are compared over 3 steps. Options and families take 2: the second step uses the momentum of
+the first, and expert biases that have changed. Interpreted kernels take 1; its gradients show in
+the weights.
 
-Everything runs in float32 through `TrainStep.train_step`, on packed documents. What may differ
-between two meshes is the order of float32 sums, 2**-24 = 6e-8 relative each: differences of up to
-3e-7 were measured in loss and gradient norm, and of up to 2e-6 in the weights.
+Everything runs in float32 through `TrainStep.train_step`, on packed documents. Only the order of
+float32 sums may differ between two meshes, and each sum has a relative error of 2**-24 = 6e-8. The
+measured differences were up to 3e-7 in loss and gradient norm, and up to 2e-6 in the weights.
 """
 
 from dataclasses import replace
@@ -22,9 +22,10 @@ from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
 
 STEPS, FEW = 3, 2
-RELATIVE_TOLERANCE = 1e-5  # 30 times what was measured
-# AdamW moves a weight by up to lr = 5e-3 a step. With eps = 1e-5 a gradient's rounding error of
-# about 5e-9 changes that by at most 5e-9 / 1e-5 of it: 3 steps * 5e-3 * 5e-4 = 7.5e-6.
+RELATIVE_TOLERANCE = 1e-5  # 30 times the measured difference
+# AdamW moves a weight by up to lr = 5e-3 a step. A gradient's rounding error of about 5e-9 changes
+# this by at most the fraction 5e-9 / eps = 5e-4, where eps = 1e-5; in 3 steps by 3 * 5e-3 * 5e-4 =
+# 7.5e-6.
 WEIGHT_TOLERANCE = 7.5e-6
 
 MUON = "--optimizer.name=Muon"
@@ -78,8 +79,8 @@ FAMILIES |= {
         *("qwen3_tied", "deepseek_v3", "qwen3_5"),
     )
 }
-# A weight of 1 whatever the scores leaves the router a gradient of rounding errors, and Muon makes
-# them a full step.
+# Normalized, the weight of a single chosen expert is always 1, and the router's gradient is only
+# rounding errors, which Muon would scale to a full step.
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 OPTIONS = {
     "full_ac": "--activation_checkpoint.mode=full",
@@ -92,7 +93,7 @@ OPTIONS = {
 
 
 def batch_sizes(degrees, micro_batches):
-    """8 sequences a step on every mesh, in so many micro-batches."""
+    """Return the sizes for 8 sequences a step on every mesh, in `micro_batches` micro-batches."""
     return f"--training.local_batch_size={max(1, 8 // degrees.dp // micro_batches)}"
 
 
@@ -118,8 +119,8 @@ def reference(warm_run, reference_runs):
 
 @pytest.fixture
 def compare(warm_run, meshes, reference):
-    """`compare(mesh, family, *overrides, micro_batches, steps)`: train on the mesh and hold it
-    against one process.
+    """`compare(mesh, family, *overrides, micro_batches, steps)`: train on the mesh and compare with
+    one process.
     """
 
     def run(
@@ -158,10 +159,11 @@ def assert_same_initial_weights(one, many):
 def assert_same_final_weights(one, many):
     assert many.weights.keys() == one.weights.keys()
     for name, expected in one.weights.items():
-        # moved by signs of integers; never moved
+        # The bias moves by signs of integers, and inv_freq never changes.
         exact = name.endswith((".expert_bias", ".inv_freq"))
         if name.endswith(".tokens_per_expert"):
-            # of this rank's latest micro-batch; the global counts are compared step by step
+            # The counts are of this rank's latest micro-batch; the global counts are compared step
+            # by step.
             continue
         tolerance = 0.0 if exact else WEIGHT_TOLERANCE
         torch.testing.assert_close(
@@ -326,8 +328,8 @@ def test_families_have_what_they_are_in_the_table_for(reference):
     for family in ("qwen2", "glm4_moe"):
         biases = moved(family, "_proj.bias")
         assert {name.split(".")[-2] for name in biases} == {"q_proj", "k_proj", "v_proj"}
-        # That of the keys shifts all scores of a query alike, but for the rotation, and moves
-        # little.
+        # The bias of the keys shifts all scores of a query alike, except for the rotation, and so
+        # it moves little.
         assert all(found for name, found in biases.items() if "k_proj" not in name)
     for family in ("deepseek_v3", "deepseek_v3_no_q_latent", "muon_deepseek_v3"):
         names = {name.split(".")[-2] for name in moved(family, "self_attn")}
@@ -341,14 +343,14 @@ def test_families_have_what_they_are_in_the_table_for(reference):
         "the first is dense"
     )
     for family, plain in (("balance_losses", "qwen3_moe"), ("dots1_balance_losses", "dots1")):
-        # The loss is reported without them; that they are trained shows in the gradient.
+        # The reported loss excludes these terms; the gradient shows that they are trained.
         assert reference(family).grad_norms[1] != pytest.approx(
             reference(plain).grad_norms[1], rel=1e-4
         )
 
 
 def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes):
-    """`pad_token_id` of a frequent token, in the second half of the rows: its embedding begins and
+    """`pad_token_id` is a frequent token, in the second half of the rows: its embedding starts and
     stays at 0.
     """
     for degrees in (Degrees(), meshes["TP2xFSDP2"]):
@@ -394,5 +396,7 @@ def test_ladder_packs_several_documents_into_a_sequence(checked):
 
 
 def test_fused_kernels_train_like_one_process(compare):
-    """Without a GPU they run in Triton's interpreter, which takes seconds a layer."""
+    """Machines that lack a GPU run the kernels in Triton's interpreter, which takes seconds per
+    layer.
+    """
     compare("TP2xEP2", "flat", "--moe.grouped_gemm=triton", steps=1)

@@ -1,4 +1,4 @@
-"""Tensors of a folder that its model does not compute: in every checkpoint of a run and in every
+"""Tensors of a folder that its model does not compute are in every checkpoint of a run and in every
 export, streamed.
 """
 
@@ -24,7 +24,7 @@ GLM = ("--model.name=glm4_moe", "--model.overrides.num_layers=3")
 
 
 def stored(folder):
-    """All tensors of the model in `folder`, whatever its files."""
+    """Return all tensors of the model in `folder`, from all its files."""
     return {
         key: tensor
         for path in sorted(folder.glob("*.safetensors"))
@@ -33,8 +33,8 @@ def stored(folder):
 
 
 def prediction_layer(tensors, dtype=torch.bfloat16):
-    """A layer for multi-token prediction after the last of `tensors`, with copies of embedding and
-    head.
+    """Return a layer for multi-token prediction after the last layer of `tensors`, with copies of
+    embedding and head.
     """
     width = tensors["model.embed_tokens.weight"].shape[1]
     layer = {
@@ -51,13 +51,15 @@ def prediction_layer(tensors, dtype=torch.bfloat16):
 
 
 def is_same(got, expected):
-    """All of `expected` are there with the same dtypes and bits, but for the copies."""
+    """Check that `got` has all of `expected`, except for the copies, with the same dtypes and
+    bits.
+    """
     pairs = [(got[key], tensor) for key, tensor in expected.items() if key not in (EMBEDDING, HEAD)]
     return all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
 def follows(got, base):
-    """Embedding and head were trained, and their copies are the trained ones."""
+    """Check that embedding and head were trained, and that their copies equal the trained ones."""
     pairs = [("model.embed_tokens.weight", EMBEDDING), ("lm_head.weight", HEAD)]
     return all(torch.equal(got[a], got[b]) and not torch.equal(got[a], base[a]) for a, b in pairs)
 
@@ -94,8 +96,8 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert read_json(first / "config.json")["num_nextn_predict_layers"] == 1
     assert check_folder(first, checksums=True) == []
 
-    # From here on the checkpoint is the source, and the next one of the one after it: the oldest go
-    # at once.
+    # From here on each checkpoint is the source of the next one, because old checkpoints are
+    # removed at once.
     (base / "model.safetensors").unlink()
     keeping_one = (
         "--checkpoint.interval=1",
@@ -110,7 +112,7 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert is_same(again, layer) and follows(again, got)
     assert check_folder(last, checksums=True) == []
 
-    # Pipeline stages share the files, too.
+    # Pipeline stages also share the files.
     last = train(
         Degrees(dp_shard=1, pp=2),
         *GLM,
@@ -144,7 +146,9 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
 def test_through_transformers_class_and_from_the_base_of_adapters(
     run_ranks, pretrained, text_folder, tmp_path
 ):
-    """2 ranks; adapters do not carry the passengers, and merging takes them from the base."""
+    """On 2 ranks, files of adapters do not have these tensors, and merging takes them from the
+    base.
+    """
     base = shutil.copytree(
         pretrained("glm", 0.1, *GLM), tmp_path / "base", ignore=shutil.ignore_patterns("titanlite")
     )

@@ -1,8 +1,7 @@
-"""Pipeline parallelism: what a stage holds and runs, and that whole micro-batches go in and come
-out.
+"""Pipeline parallelism: a stage holds and runs its own layers, and whole micro-batches go in and
+come out.
 
-That training on such meshes is training of one process is in test_parity_ladder.py and the tests of
-each feature.
+Parity with one process is tested in test_parity_ladder.py and in the tests of each feature.
 """
 
 import math
@@ -32,8 +31,8 @@ def build(job):
 
 @pytest.mark.parametrize("degrees", [Degrees(pp=2, tp=2, ep=2)], ids=str)
 def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees):
-    """Every rank plans the whole model; each tensor has memory in one stage, and none is anywhere
-    but on meta else.
+    """Every rank plans the whole model; each tensor has memory in one stage, and is on meta in all
+    other stages.
     """
     job = checked(degrees, FIVE)
 
@@ -76,7 +75,7 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
 
 @pytest.fixture
 def train(run_ranks, checked):
-    """Train on forked ranks; (kind, text) of the error that each ended with, or None."""
+    """Train on forked ranks; return (kind, text) of each rank's error, or None."""
 
     def run(degrees, *overrides, before=lambda trainer: None):
         job = checked(degrees, FIVE, *overrides)
@@ -96,9 +95,7 @@ def train(run_ranks, checked):
 
 
 def test_nan_is_named_in_the_stage_that_it_came_from(train):
-    """Everything behind it is not finite either: layers of later stages, though each is the first
-    one there.
-    """
+    """All later outputs are not finite, either, even the first output in each later stage."""
 
     def put_in(trainer):
         layer = trainer.model.model.layers[1]
@@ -108,7 +105,7 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 
         def spoiled(*args):
             out, aux = forward(*args)
-            # in step 2, and when it is looked into
+            # in step 2, and when this step is diagnosed
             return (out * torch.nan if trainer.step >= 1 else out), aux
 
         layer.mlp.forward = spoiled
@@ -140,10 +137,11 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
     run_ranks, checked, degrees, options
 ):
-    """Looking runs backwards, whose gradients are dropped, not left for the next step in FSDP's
-    buffers.
+    """A diagnosis runs backwards, whose gradients are dropped, and do not stay in FSDP's buffers
+    for the next step.
 
-    In bfloat16, for FSDP uses buffers of its own where gradients are reduced in another dtype.
+    The test uses bfloat16, because FSDP has separate buffers if gradients are reduced in another
+    dtype.
     """
     options = [
         *options,
@@ -181,8 +179,8 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
 
 
 def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
-    """dots1's leading dense layers are all of the first stage; its rank 0 writes the metrics of the
-    others.
+    """The first stage has all of dots1's leading dense layers; its rank 0 also writes the metrics
+    of later stages.
     """
     overrides = [
         "--model.name=dots1",

@@ -34,8 +34,8 @@ _NAMES = {"output": 0, "output_tensor": 0, "input": 1, "input_tensor": 1}
 
 @contextmanager
 def calls_of(trainer):
-    """Counts of (kind, axis, "count" or "bytes") of the functions of `torch.distributed` that are
-    called inside.
+    """Count the calls of functions of `torch.distributed` in this context by (kind, axis, "count"
+    or "bytes").
     """
     found = Counter()
     axes, depth = axis_names(trainer.parts.stepper.dims), 0
@@ -73,7 +73,7 @@ def calls_of(trainer):
 
 
 def measure(checked):
-    """Two real steps on this rank: what lies in memory, is called and computed."""
+    """Run two real steps on this rank; return memory, calls and FLOPs."""
     trainer = assemble(checked)
     held_at_start = count_held(trainer.parts.plan, trainer.parts.stepper.optimizer)
     gradients = []
@@ -123,8 +123,8 @@ def measure(checked):
 
 
 def compare(checked, ranks, *, balanced):
-    """Compare every rank's figures with those logged, and two ranks' with their plans; return the
-    traces of these.
+    """Compare every rank's figures with the logged ones, and two ranks' figures with their plans;
+    return the traces of these two.
     """
     traces = []
     for rank, real in enumerate(ranks):
@@ -152,10 +152,10 @@ def compare(checked, ranks, *, balanced):
         if balanced:
             assert called == real["calls"]
             assert trace.total.flops == real["flops"]
-            # The same operators on tensors with and without data; real routing changes nothing but
+            # Tensors with and without data go through the same operators; real routing changes only
             # values.
             peak = max(trace.peaks.values(), key=lambda peak: sum(peak.values()))
-            # Of each micro-batch there is one byte, whether its loss is finite.
+            # Each micro-batch has one byte, which says whether its loss is finite.
             assert peak == pytest.approx(real["peak"], rel=0.02, abs=16)
         else:
             exact = {
@@ -201,8 +201,8 @@ def test_plan_of_pieces_of_sequences(checked, run_ranks):
     ids=str,
 )
 def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
-    """Of 4 or 8 sequences one by one; what the last of them does for all, and what pipeline stages
-    hold open.
+    """A step has 4 or 8 sequences one by one. The plan includes the work that the last one does for
+    all, and the memory of micro-batches that are open in pipeline stages.
     """
     layers = 4 if degrees.pp > 1 else 2
     job = checked(
@@ -228,8 +228,8 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
     job = checked(Degrees(dp_shard=4), *overrides)
     ranks = run_ranks(4, lambda: measure(job))
     traces = compare(job, ranks, balanced=True)
-    # No operator of titanlite's own multiplies here, so torch's counter sees all but the CPU's
-    # attention: two products in forward, again when it is recomputed, five in backward.
+    # No operator of titanlite multiplies here, so torch's counter sees everything except the CPU's
+    # attention: two matmuls in forward, two more when it is recomputed, five in backward.
     sizes = job.model_config
     scores = sizes.num_heads * sizes.head_dim * job.job.training.seq_len**2
     attention = 2 * (2 + 2 + 5) * scores * sizes.num_layers * traces[0].micro_batches
@@ -238,7 +238,9 @@ def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks
 
 
 def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, pretrained):
-    """What few bits replace is read and encoded; the rest is read as it is."""
+    """Weights that are stored quantized are read and encoded; the other weights are read
+    unchanged.
+    """
     cleared = (
         "--model.flavor=",
         "--model.overrides.vocab_size=none",

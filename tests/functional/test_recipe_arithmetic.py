@@ -1,5 +1,5 @@
-"""The recipe that runs anywhere: a short run of it learns, and plain transformers scores the saved
-model the same.
+"""sft_arithmetic.toml runs on any machine: a short run learns, and plain transformers gives the
+saved model the same score.
 """
 
 import runpy
@@ -26,7 +26,7 @@ def test_the_saved_model_scores_the_same_in_transformers(run_ranks, tmp_path, mo
         "--training.steps=200",
         "--evaluation.freq=1000",
     ]
-    # the same on one rank
+    # These settings give the same training on one rank.
     overrides += ["--training.local_batch_size=8", "--parallelism.expert_parallel_degree=1"]
     recipe = ROOT / "configs" / "recipes" / "sft_arithmetic.toml"
     make = str(ROOT / "scripts/arithmetic/make_arithmetic.py")
@@ -46,7 +46,7 @@ def test_the_saved_model_scores_the_same_in_transformers(run_ranks, tmp_path, mo
 
     folder = run / "checkpoint" / "step-200"
     rows = read_lines(run / "made" / "heldout.jsonl")
-    # those that the evaluation took
+    # The evaluation used these rows.
     rows = [rows[i * len(rows) // SAMPLES] for i in range(SAMPLES)]
     score = runpy.run_path(str(ROOT / "scripts/arithmetic" / "score_arithmetic.py"))["score"]
     assert score(folder, rows) == pytest.approx(scores[-1], abs=1e-9)

@@ -1,5 +1,5 @@
-"""What the launcher does about ranks that fail or hang: one message that says what happened, and
-whether it goes on.
+"""The launcher's response to ranks that fail or hang: one message with the cause and the next
+action.
 """
 
 import os
@@ -12,7 +12,7 @@ from files import read_lines
 
 from titanlite.checkpoint.commit import list_steps
 
-# Each runs in every rank before it trains; `rank` is its number.
+# Each script runs in every rank before the rank trains; `rank` is its number.
 RAISE_ON_2 = """
 from titanlite.train_step import TrainStep
 original = TrainStep.train_step
@@ -71,7 +71,7 @@ def run(server, config_file, tmp_path):
     """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds
     after the signal).
 
-    `signal_after` is a text in the output upon which the launcher gets SIGTERM.
+    When the output contains the string `signal_after`, the launcher gets SIGTERM.
     """
     started = []
 
@@ -135,7 +135,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
     ]
     assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
     events = read_lines(tmp_path / "run/events.jsonl")
-    # Rank 0 has time to record that rank 2 is gone, or not.
+    # Rank 0 may or may not have time to record that rank 2 ended.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]
     assert kinds == [("start", 0), ("save", 2), ("restart", 2)], "of a new start, one event"
 

@@ -1,5 +1,5 @@
-"""A resumed run is the uninterrupted run: bit for bit on the same mesh, to float32's rounding on
-another.
+"""A resumed run equals the uninterrupted run: bit for bit on the same mesh, to float32's rounding
+on another mesh.
 """
 
 import shutil
@@ -17,9 +17,9 @@ from titanlite.checkpoint.commit import check_folder
 from titanlite.config.parallelism import Degrees
 from titanlite.features.record.run_files import count_bytes
 
-# after an even number of steps the biases of experts may be zero again, and are not saved
+# After an even number of steps the expert biases may be zero again, and zero biases are not saved.
 HALF, ALL = 1, 3
-TWO = Degrees(dp_shard=2)  # where the mesh does not matter
+TWO = Degrees(dp_shard=2)  # for tests that do not depend on the mesh
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
 QWEN3_5 = ["--model.name=qwen3_5_moe_text", "--checkpoint.export_dtype=bfloat16"]
@@ -33,10 +33,10 @@ SCHEDULE = [
 
 @pytest.fixture
 def train(run_warm, checked):
-    """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on ranks of the file, resuming
-    what is in `folder`.
+    """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on the ranks of this file; it
+    resumes from `folder`.
 
-    New processes resume in test_determinism.py, and a new launch in test_end_to_end.py.
+    test_determinism.py resumes in new processes, and test_end_to_end.py with a new launch.
     """
 
     def run(degrees, folder, *overrides):
@@ -80,8 +80,8 @@ def losses(folder, first):
 
 
 def contents(folder, step):
-    """Digest of every file of a checkpoint but those that name the machine or the number of
-    ranks.
+    """Return digests of all files of a checkpoint, except files that name the machine or the number
+    of ranks.
     """
     base = folder / f"checkpoint/step-{step}"
     names = [path.relative_to(base) for path in base.rglob("*") if path.is_file()]
@@ -108,7 +108,7 @@ def contents(folder, step):
     ],
 )
 def test_resumed_run_is_the_uninterrupted_run_bit_for_bit(train, halfway, meshes, mesh, overrides):
-    """Weights, optimizer states, expert biases and data order: the last checkpoints are the same
+    """Weights, optimizer states, expert biases and data order: the last checkpoints have the same
     bytes.
     """
     whole, resumed = halfway(meshes[mesh], *overrides)
@@ -164,7 +164,7 @@ def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(
 ):
     whole, resumed = halfway(meshes[before])
     train(meshes[after] if isinstance(after, str) else after, resumed)
-    # Float32 sums in another order; see test_parity_ladder.py.
+    # Ranks add float32 numbers in another order; see test_parity_ladder.py.
     assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
     assert len(losses(resumed, 1)) == ALL - HALF
 
@@ -180,7 +180,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
         )
         trainer = assemble(job)
         assert trainer.step == HALF
-        seen = HALF * 8  # of the batch size before
+        seen = HALF * 8  # at the batch size before the change
         dataset = trainer.parts.loader.dataset
         expected = dataset.batch(
             dataset.get_train_indices(job.job.training.seed, seen, seen + 4)[:1]
@@ -193,7 +193,7 @@ def test_another_global_batch_size_goes_on_behind_the_samples_that_were_seen(
 
 
 def test_resumed_with_another_model_it_is_refused(train, halfway):
-    """Also where its tensors would fit."""
+    """The resume is refused even if the tensors would fit."""
     _, resumed = halfway(Degrees(dp_shard=2))
     with pytest.raises(
         AssertionError,
@@ -203,8 +203,8 @@ def test_resumed_with_another_model_it_is_refused(train, halfway):
 
 
 def test_optimizer_states_are_those_of_the_run(halfway, meshes):
-    """The files hold AdamW's moments under the parameters' own names, experts fused, and none is
-    zero.
+    """The files hold AdamW's moments under the names of the parameters, experts fused, and no
+    moment is zero.
     """
     whole, _ = halfway(meshes["FSDP4"])
     states = load_file(whole / f"checkpoint/step-{ALL}/titanlite/optimizer.safetensors")
@@ -244,7 +244,7 @@ def test_a_finished_run_says_so_and_saves_nothing(train, halfway, text_folder, t
 def test_initial_load_path_begins_at_step_0_with_those_weights(
     run_ranks, halfway, checked, meshes, tmp_path
 ):
-    """Weights and expert biases of another run, but a fresh optimizer."""
+    """The run takes weights and expert biases of another run, and a fresh optimizer."""
     whole, _ = halfway(meshes["FSDP4"])
     source = whole / f"checkpoint/step-{ALL}"
     job = checked(
@@ -293,7 +293,7 @@ def test_checkpoints_are_as_large_as_was_said(run_ranks, checked, overrides):
     folder = Path(job.job.job.dump_folder, "checkpoint/step-1")
     files = list(folder.rglob("*.safetensors"))
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
-    # A few bytes more: AdamW counts its steps for each parameter.
+    # The sizes differ by a few bytes, because AdamW counts its steps for each parameter.
     assert (
         said[0]
         == said[1]

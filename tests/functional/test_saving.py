@@ -1,5 +1,5 @@
-"""What cannot be saved is known before the first step; a save that fails leaves the checkpoint
-before it.
+"""A model that cannot be saved is refused before the first step; a failed save leaves the previous
+checkpoint.
 """
 
 import shutil
@@ -19,7 +19,7 @@ SMALL = ["--model.overrides.num_layers=1", "--training.steps=2", "--checkpoint.i
 
 
 def fail_on(rank, function):
-    """`function`, which raises on `rank` after all ranks have gone through it."""
+    """Return a `function` that raises on `rank` after all ranks have called it."""
 
     def failing(*args, **kwargs):
         result = function(*args, **kwargs)
@@ -61,7 +61,7 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
 def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
     run_ranks, checked, pretrained, tmp_path, rank
 ):
-    """With LoRA too, whose adapters are merged into it later."""
+    """The check also applies with LoRA, whose adapters are merged into this model later."""
     base = pretrained("base", 0.1, *SMALL)
     folder = shutil.copytree(base, tmp_path / "base")
     table = read_json(folder / "config.json")
@@ -69,7 +69,7 @@ def test_what_cannot_be_saved_is_refused_on_all_ranks_before_the_first_step(
     overrides += ["--moe.expert_bias_update_rate=0"] if rank else []
     overrides += [f"--data.tokenizer_path={base}"]
     job = checked(FSDP2, *overrides)
-    # after what the launcher checks
+    # The change comes after the launcher's check.
     write_json(folder / "config.json", {**table, "use_cache": "yes"})
 
     def rank_main():

@@ -1,5 +1,5 @@
-"""What code that is added to a step may rely on: values that follow the step, squares of gradients
-after a backward, and weights that change around a forward that has no backward.
+"""Guarantees for code that is added to a step: values that follow the step, squares of gradients
+after a backward, and weights that change around a forward without a backward.
 """
 
 import itertools
@@ -25,7 +25,9 @@ WARMUP_STEPS = 4
 
 
 def warm_up(monkeypatch):
-    """Let the coefficient of the z-loss rise: all that its warm-up takes besides its setting."""
+    """Let the coefficient of the z-loss rise; a warm-up needs only this function and its
+    setting.
+    """
 
     def z_loss_coeff(self, step):
         return self.job.moe.z_loss_coeff * min(1.0, (step + 1) / WARMUP_STEPS)
@@ -53,14 +55,14 @@ def test_a_resumed_run_goes_on_in_the_warm_up_of_the_z_loss(
     (parts,) = run_ranks(1, rank_main, "parts", 2, 5)
     assert whole[0] == pytest.approx(constant[0] / WARMUP_STEPS, rel=1e-6)
     rise = [now / before for before, now in itertools.pairwise(whole)]
-    # Weights hardly change, and other tokens have other losses.
+    # The weights hardly change, but other tokens have other losses.
     assert rise == pytest.approx([2, 3 / 2, 4 / 3, 1], rel=0.05)
     assert parts == whole
 
 
 def test_the_diagnosis_of_a_step_sees_the_values_of_that_step(run_ranks, checked, monkeypatch):
-    """Step 2 of 4 is not finite, which is found after step 4. It is computed again with the z-loss,
-    the learning rate and the random numbers of step 2.
+    """Step 2 of 4 is not finite, which is found after step 4. The diagnosis computes it again with
+    the z-loss, the learning rate and the random numbers of step 2.
     """
     warm_up(monkeypatch)
     job = checked(
@@ -116,7 +118,7 @@ def measure(job):
 
 @pytest.fixture(scope="module")
 def on_one_rank():
-    """What one rank measures, once it has."""
+    """The measurement of one rank, made once."""
     return []
 
 
@@ -139,7 +141,7 @@ def test_squares_after_each_backward_are_those_of_one_rank(
     degrees,
     once_per_step,
 ):
-    """Of 4 micro-batches of 4 sequences each on all ranks together."""
+    """Each step has 4 micro-batches, with 4 sequences each on all ranks together."""
     rows = "--training.global_batch_size=16"
 
     def run(degrees):
@@ -154,14 +156,14 @@ def test_squares_after_each_backward_are_those_of_one_rank(
     units, squares, norm = run(degrees)
     ((expected_units, expected, expected_norm),) = on_one_rank
     assert units == expected_units and len(units) == 4
-    # Float32 sums in another order; see test_parity_ladder.py.
+    # Ranks add float32 numbers in another order; see test_parity_ladder.py.
     assert squares == pytest.approx(expected, rel=2e-5)
     assert math.sqrt(squares[-1]) == pytest.approx(norm, rel=1e-6)
     assert norm == pytest.approx(expected_norm, rel=1e-5)
 
 
 def test_measured_gradients_are_trained_as_others(run_warm, checked):
-    """What is summed over tp for the measurement is put back."""
+    """The measurement sums gradients over tp; afterwards they have their old values again."""
     degrees = Degrees(dp_shard=2, tp=2)
     job = checked(degrees, "--training.global_batch_size=8")
     measured, plain = (run_warm(4, train_measured, job, each) for each in (True, False))
@@ -204,7 +206,7 @@ def test_weights_that_change_after_a_validation_are_used_and_kept(
     precision,
     once_per_step,
 ):
-    """FSDP leaves the last layer and the root gathered after a forward, and an optimizer changes
+    """FSDP leaves the last layer and the root gathered after a forward, but an optimizer changes
     the shards.
     """
     job = checked(

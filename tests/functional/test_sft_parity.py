@@ -1,5 +1,5 @@
-"""Fine-tuning against the loop that everybody knows: a transformers model, document by document,
-and torch's AdamW.
+"""Fine-tuning is compared with the usual loop: a transformers model, document by document, and
+torch's AdamW.
 """
 
 import json
@@ -61,7 +61,7 @@ def model_and_rows(tmp_path_factory):
 
 
 def documents_of(batch):
-    """(tokens, labels) of every document in `batch`, each alone."""
+    """Return (tokens, labels) of every document in `batch` by itself."""
     found = []
     for tokens, labels, ids in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
         found += [(tokens[ids == i], labels[ids == i]) for i in range(int(ids.max()) + 1)]
@@ -69,7 +69,7 @@ def documents_of(batch):
 
 
 def reference_losses(model_folder, batches):
-    """Loss of every step of a plain loop over the documents of `batches`, unpacked."""
+    """Return the loss of every step of a plain loop over the documents of `batches`, unpacked."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.float32, experts_implementation="eager"
     )
@@ -100,7 +100,7 @@ def reference_losses(model_folder, batches):
 
 @pytest.fixture(scope="module")
 def plain_losses():
-    """Those of the plain loop, by `data.packing`."""
+    """The losses of the plain loop, by `data.packing`."""
     return {}
 
 
@@ -164,7 +164,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
         ]
 
     def global_batches():
-        # one process reads what all ranks read together
+        # One process reads all batches that the ranks read together.
         loader = assemble(replace(job, degrees=Degrees())).parts.loader
         found = []
         for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Tensors with nothing in them, and shards that are empty on some ranks, are saved and read on
+"""Tensors without elements, and shards that are empty on some ranks, are saved and then read on
 another mesh.
 """
 

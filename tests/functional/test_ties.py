@@ -24,8 +24,8 @@ from titanlite.materialize import materialize
 from titanlite.models.families import resolve_model_config
 from titanlite.preflight import check
 
-# Where the top-level flag wins, where either does, where the class's default is True, and models
-# without text_config.
+# The models in which the top-level flag wins, either flag wins, or the class's default is True, and
+# models without text_config.
 TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
 WEEKLY = ("gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25")  # composite, as the first
 FLAGS = (True, False, None)
@@ -42,8 +42,8 @@ def cases(tmp_path_factory):
 
 
 def write(case, folder, top, text, stored):
-    """Write the case with other flags, and a head that is not stored, is the embedding, or is
-    another.
+    """Write the case with other flags, and with a head that is missing, equals the embedding, or
+    differs from it.
     """
     folder.mkdir()
     table = read_json(case.saved / "config.json")
@@ -75,8 +75,8 @@ def outer(model):
     [pytest.param(name, marks=[pytest.mark.full] * (name in WEEKLY)) for name in TYPES],
 )
 def test_ties_and_values_are_those_of_from_pretrained(cases, tmp_path, name):
-    """For each flag at the top and in text_config; only a head that is nowhere is refused, which
-    transformers draws.
+    """The flags at the top and in text_config take all values. Only a missing head that is not tied
+    is refused; transformers would draw it.
     """
     case, tied = cases[name], 0
     for top, text, stored in itertools.product(FLAGS, FLAGS, ("none", "equal", "other")):
@@ -111,7 +111,7 @@ def test_ties_and_values_are_those_of_from_pretrained(cases, tmp_path, name):
 
 
 def warnings_of(job):
-    """Train, and return what is logged."""
+    """Train, and return the logged warnings."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

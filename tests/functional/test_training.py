@@ -81,7 +81,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
 
 
 def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(run_ranks, checked):
-    """Routers balance the tokens of prompts too. Padding is no token."""
+    """Routers balance the tokens of prompts too, but not padding."""
 
     def rank_main():
         found = []
@@ -100,14 +100,14 @@ def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(ru
         return found
 
     for whole, part in run_ranks(2, rank_main):
-        # Each of the two layers has a loss of at least its coefficient for every token, and 8
-        # experts of which 2 are chosen: at most 4 times that.
+        # Each of the two layers has a loss of at least its coefficient for every token; with 8
+        # experts of which 2 are chosen, it has at most 4 times that.
         assert part == whole and 2 * 0.01 <= whole <= 4 * 2 * 0.01
 
 
 def build_with_gradients(checked, shard):
-    """A model with the gradients of the sum of losses over TOKENS, each data-parallel rank on its
-    own rows.
+    """Build a model with the gradients of the sum of losses over TOKENS; each data-parallel rank
+    has its own rows.
     """
     model, rows = build_decoder(checked.model_config), TOKENS
     if shard:
@@ -146,14 +146,14 @@ def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(
     for only_computed, unclipped, untouched, norm, after in run_ranks(4, rank_main):
         assert untouched, "max_norm 0 and a norm below max_norm leave the gradients alone"
         for value in (only_computed, unclipped, norm):
-            # Float32 sums in another order; see test_parity_ladder.py.
+            # Ranks add float32 numbers in another order; see test_parity_ladder.py.
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=0)
         assert after.item() == pytest.approx(0.5, rel=1e-5)
 
 
 def test_clipping_reaches_the_optimizer(warm_run):
-    """With eps = 1 far above the gradients, AdamW is momentum: clipped to norm 1e-4, weights hardly
-    move.
+    """eps = 1 is far above the gradients, so AdamW acts as momentum: clipped to norm 1e-4, the
+    weights hardly move.
     """
     overrides = [
         "--training.local_batch_size=8",
@@ -173,7 +173,7 @@ def test_clipping_reaches_the_optimizer(warm_run):
     assert 0 < moved[0] < 0.01 * moved[1]
 
 
-# --- steps that must not happen
+# --- skipped steps
 
 
 def poison_step(monkeypatch, step, value):
@@ -305,7 +305,7 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
 
 @pytest.mark.parametrize("mesh", ["one", "TP2xEP2"])
 def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh):
-    """Token ids under padding, whatever they are, change no loss, no gradient norm and no count."""
+    """The token ids under padding do not change the loss, the gradient norm or a count."""
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(degrees, FULL_AC, "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001")
 
@@ -325,7 +325,8 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
     for (loss, norm, counts), (other_loss, other_norm, other_counts) in zip(
         first, second, strict=True
     ):
-        # Rows are grouped by expert with the padding, so float32 sums may be blocked otherwise.
+        # Rows are grouped by expert together with the padding, so float32 sums may be blocked
+        # differently.
         assert loss == pytest.approx(other_loss, rel=1e-6)
         assert norm == pytest.approx(other_norm, rel=1e-6)
         assert counts == other_counts
@@ -334,7 +335,7 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes, mesh
         )
 
 
-# --- the same again
+# --- compiled layers
 
 
 class TestCompile:
@@ -342,7 +343,9 @@ class TestCompile:
 
     @pytest.fixture(autouse=True)
     def imports(self):
-        """What every forked rank would import for the first graph: seconds."""
+        """Import before the fork the modules that every rank would import for its first graph,
+        which takes seconds.
+        """
         import networkx  # noqa: F401
         import torch._functorch.partitioners
         import torch._inductor.compile_fx  # noqa: F401
@@ -361,10 +364,11 @@ class TestCompile:
     def test_traced_moe_layers_give_the_same_loss(
         self, checked, warm_run, traced_run, degrees, checkpointing
     ):
-        """Tracing alone, without code generation: the same operations, up to their order.
+        """Tracing alone, without code generation, runs the same operations, except for their order.
 
-        Every layer of every forward runs compiled, and all layers share their graphs: one, or those
-        before and after experts that are a unit of FSDP, or to which tokens travel.
+        Every layer of every forward runs compiled, and all layers share their graphs. A layer has
+        one graph, or one before and one after the experts if these are an FSDP unit or receive
+        tokens of other ranks.
         """
         settings = [
             *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
@@ -392,7 +396,9 @@ class TestCompile:
     @pytest.mark.slow
     @pytest.mark.full
     def test_compiled_layers_give_the_same_loss(self, train_run, monkeypatch, tmp_path):
-        """The inductor fuses and reorders float32 arithmetic: 1e-5 relative."""
+        """The inductor fuses and reorders float32 arithmetic, which changes results by 1e-5
+        relative.
+        """
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         # a forked rank cannot start a pool of compilers
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")

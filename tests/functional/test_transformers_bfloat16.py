@@ -28,8 +28,8 @@ DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 
 @pytest.mark.slow
 def test_every_model_trains_in_bfloat16(run_ranks, tmp_path):
-    """The loss is that of float32 to bfloat16's 8 bits, and gradients arrive in float32, experts
-    split or not.
+    """The loss equals the float32 loss to bfloat16's 8 bits, and gradients are float32, whether or
+    not experts are split.
     """
     config = tmp_path / "job.toml"
     config.write_text(
@@ -76,13 +76,14 @@ def test_every_model_trains_in_bfloat16(run_ranks, tmp_path):
             assert finite, name
 
 
-# a router; layers' and a head's own; beside a Linear
+# The float32 parameters belong to a router, to layers and a head themselves, and to a module with a
+# Linear.
 KEPT = ("deepseek_v3", "flint", "hy_v4", "kimi_linear")
 
 
 def test_bfloat16_with_parameters_kept_in_float32(run_ranks, tmp_path):
-    """Dtypes and loss are those of `from_pretrained`, wherever in it the class keeps float32; all
-    are trained.
+    """Dtypes and loss equal the results of `from_pretrained`, wherever the class keeps float32; all
+    parameters are trained.
     """
     with sweep_transformers.quiet():
         cases = {case.model_type: case for case in sweep_transformers.cases(KEPT)}
@@ -113,7 +114,7 @@ def test_bfloat16_with_parameters_kept_in_float32(run_ranks, tmp_path):
                 dims = ParallelDims.build(Degrees(dp_shard=2), "cpu")
                 model = build_on_meta(Run(job, case.config, dims, torch.device("cpu")))
                 materialize(model, "cpu", [weights_of(case.saved, model)])
-                model.find_facts(torch.device("cpu"))  # probes that raise leave nothing gathered
+                model.find_facts(torch.device("cpu"))  # failed probes leave all sharded
                 optimizer = build_adamw(model, job.optimizer)
                 params = {clean_name(key): param for key, param in model.named_parameters()}
                 before = {key: param.detach().clone() for key, param in params.items()}

@@ -1,4 +1,6 @@
-"""Models that transformers implements, meta first on 4 ranks: loaded, run, saved, trained."""
+"""Models that transformers implements, on 4 ranks and built on meta: they are loaded, run, saved
+and trained.
+"""
 
 import copy
 import json
@@ -26,7 +28,7 @@ from titanlite.preflight import check
 
 @dataclass
 class Case:
-    """A model of transformers, saved, with what it computes in one process."""
+    """A saved model of transformers, with its results in one process."""
 
     folder: Path
     reference: Any
@@ -66,11 +68,11 @@ def load(job, folder):
     return model, materialize(model, "cpu", [weights_of(folder, model)])
 
 
-# Both compute in float32 (6e-8), in other orders of summation over ranks and experts, through 2
-# layers.
+# Both compute in float32 (6e-8) through 2 layers, but sum over ranks and experts in different
+# orders.
 BOUND = 1e-5
-# Of AdamW. With a smaller one a step takes gradients that are all rounding for as large as the
-# others.
+# AdamW's eps. If it were smaller, gradients that are only rounding errors would cause steps as
+# large as real gradients do.
 EPS = 1e-3
 MESHES = {
     "FSDP4": ("qwen3", ["--parallelism.data_parallel_shard_degree=4"]),
@@ -102,7 +104,7 @@ class Rows:
     documents: torch.Tensor
 
     def documents_of(self, row):
-        """Tokens and labels of each document by itself."""
+        """Return tokens and labels of each document by itself."""
         ids = self.documents[row]
         return [
             (self.tokens[row, ids == i], self.labels[row, ids == i])
@@ -122,8 +124,8 @@ def rows():
 
 
 def plain_steps(model, rows, steps=STEPS):
-    """Losses of a loop without titanlite, every document a forward of its own, and the last step's
-    gradients.
+    """Return the losses of a loop without titanlite, which has one forward per document, and the
+    last step's gradients.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     valid, losses = (rows.labels != -100).sum(), []
@@ -202,7 +204,8 @@ def test_training_equals_a_plain_loop_over_single_documents(run_ranks, cases, ro
             assert gradients.keys() == expected.keys(), mesh
             floor = 1e-3 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
             errors = {
-                # After a step of Adam, which goes by signs, a tenfold of its error.
+                # Adam's first step depends on signs, so after it the errors may be ten times as
+                # large.
                 key: (gradients[key] - value).norm() / torch.maximum(value.norm(), floor)
                 for key, value in expected.items()
             }
@@ -213,8 +216,8 @@ def test_training_equals_a_plain_loop_over_single_documents(run_ranks, cases, ro
 
 @pytest.mark.slow
 def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
-    """From images and a .jsonl file to a model and processor that transformers loads; the loss goes
-    down.
+    """From images and a .jsonl file the run makes a model and processor that transformers loads;
+    the loss falls.
     """
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -10,7 +10,7 @@ import sweep_training
 import sweep_transformers
 
 DISTINCT = ["qwen3_5_moe", "gemma4", "gpt_oss", "deepseek_v4", "nemotron_h", "llama4_text"]
-# Their layers are like those of others.
+# Each of these families has layers like another family's.
 OTHERS = ["mixtral", "qwen3_next", "gemma3", "kimi_k25", "granitemoehybrid", "minimax_m2"]
 OTHERS += ["llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_5", "gemma2"]
 OTHERS += ["phi3", "deepseek_v3", "glm4_moe", "olmo3", "cohere2"]
@@ -49,7 +49,9 @@ def test_families_train_on_two_ranks(run_ranks, tmp_path, families):
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_sample_of_all_classes(monkeypatch, capsys):
-    """Neither a traceback nor a difference in 30 classes, others with each version."""
+    """The sweep finds neither a traceback nor a difference in 30 classes, which are different in
+    each version.
+    """
     monkeypatch.setattr(sys, "argv", [sweep_transformers.__file__, "--sample", "30"])
     code, said = sweep_transformers.main(), capsys.readouterr().out
     assert code == 0, said

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def greedy(reference):
-    """What transformers continues each prompt with, alone."""
+    """Return transformers' continuation of each prompt alone."""
     config = {
         "max_new_tokens": NEW_TOKENS,
         "do_sample": False,
@@ -33,8 +33,8 @@ def greedy(reference):
 
 @pytest.mark.slow
 def test_generates_the_same_when_sharded(run_ranks, tmp_path):
-    """FSDP4, with EP2 where there are experts; prompts shared out unevenly, and texts that end at
-    different tokens.
+    """The mesh is FSDP4, with EP2 for models with experts; prompts are divided unevenly, and texts
+    end at different tokens.
     """
     names = ["gemma3_text", "phi", "gpt_oss", "deepseek_v3"]
     references = {name: save_tiny(name, tmp_path / name) for name in names}
@@ -72,7 +72,9 @@ def test_generates_the_same_when_sharded(run_ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma3_text"])
 def test_export_keeps_names_layouts_and_values(tmp_path, name):
-    """gpt-oss stores experts the other way round, others one by one; bfloat16 rounds once."""
+    """gpt-oss stores experts transposed, and further models store them one by one; bfloat16 rounds
+    once.
+    """
     reference = save_tiny(name, tmp_path / "model")
     export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
     before, after = (
@@ -103,7 +105,7 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(tmp_path, m
     reference = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for param in reference.parameters():
-            param.mul_(3.0)  # else it repeats the last token
+            param.mul_(3.0)  # otherwise it repeats the last token
     reference.save_pretrained(tmp_path)
     model, _ = load_model(tmp_path, any_model_config_from_hf(tmp_path, "test"), "float32", CPU)
     said = []

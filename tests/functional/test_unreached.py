@@ -1,5 +1,5 @@
-"""Trained parameters that never get a gradient: found in the first step, said once, and not counted
-as trained.
+"""Trained parameters that never get a gradient are found in the first step, logged once, and not
+counted as trained.
 """
 
 import pytest
@@ -60,8 +60,8 @@ UNREACHED = [
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_only_what_has_no_part_in_the_loss_is_found(run_ranks, sharded):
-    """Not LoRA's A, whose gradient is zero, nor an expert that no token chose, nor one chosen on
-    another rank.
+    """LoRA's A, whose gradient is zero, is not reported; neither is an expert that no token chose,
+    or that only tokens of another rank chose.
     """
 
     def rank_main():
@@ -70,7 +70,7 @@ def test_only_what_has_no_part_in_the_loss_is_found(run_ranks, sharded):
         if sharded:
             mesh = init_device_mesh("cpu", (2,))
             for layer in model.layers:
-                # FSDP wants the same gradients on all ranks
+                # FSDP requires the same gradients on all ranks.
                 for param in layer.experts.parameters():
                     param.requires_grad_(False)
                 fully_shard(layer, mesh=mesh)
@@ -118,7 +118,7 @@ def test_native_models_are_reached_on_every_mesh(
     meshes,
     mesh,
 ):
-    """With experts that no token chose, and layers that other pipeline stages hold."""
+    """The models have experts that no token chose, and layers that are in other pipeline stages."""
     few = ["--model.overrides.num_experts=32", "--model.overrides.top_k=1", "--training.seq_len=8"]
     job = checked(meshes[mesh], *few, "--checkpoint.enable=false")
     assert run_warm(4, unreached_after_a_step, job) == [[]] * 4

@@ -1,4 +1,4 @@
-"""The validation loss: that of every held-out sequence once, whatever the mesh, the batch size and
+"""The validation loss counts every held-out sequence once, whatever the mesh, the batch size and
 the packing.
 """
 
@@ -12,14 +12,14 @@ from titanlite.data.dataset import get_sources
 from titanlite.materialize.layout import is_elsewhere
 from titanlite.ops import local_tensor
 
-BOUND = 1e-6  # of the same float32 losses, added up in another order
+BOUND = 1e-6  # both sum the same float32 losses in different orders
 VALIDATION = ["--validation.enable=true"]
 TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
 
 
 def build(job):
-    """A trainer, with weights that are not those it began with: DPO's loss would be the same for
-    all pairs.
+    """Build a trainer whose weights differ from the initial ones; otherwise DPO's loss would be the
+    same for all pairs.
     """
     trainer = assemble(job)
     with torch.no_grad():
@@ -31,7 +31,7 @@ def build(job):
 
 @pytest.fixture
 def validate(run_ranks, checked):
-    """`validate(degrees, *overrides)`: the loss, which all ranks have found alike."""
+    """`validate(degrees, *overrides)`: the loss, which must be equal on all ranks."""
 
     def run(degrees, *overrides):
         job = checked(degrees, *VALIDATION, *overrides)
@@ -44,8 +44,8 @@ def validate(run_ranks, checked):
 
 @pytest.fixture
 def one_by_one(run_ranks, checked):
-    """`one_by_one(*overrides)`: the mean over all held-out sequences, in a forward each; of sources
-    by their shares.
+    """`one_by_one(*overrides)`: the mean loss over all held-out sequences, each in its own forward;
+    sources are weighted by their shares.
     """
 
     def run(*overrides):
@@ -79,7 +79,7 @@ def one_by_one(run_ranks, checked):
 
 MESHES = [
     (Degrees(), ["--training.local_batch_size=3"]),
-    # more rows than are held out in the last round, on some ranks
+    # The held-out rows do not fill all ranks' batches in the last round.
     ("FSDP4", ["--training.local_batch_size=5"]),
     ("CP2xTP2", ["--training.local_batch_size=4"]),
     ("TP2xEP4", ["--training.local_batch_size=7"]),
@@ -113,7 +113,7 @@ def test_chats(validate, one_by_one, meshes, examples, packing):
 
 
 def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
-    """What is padding is no pair."""
+    """Padding does not count as a pair."""
     rows = [
         {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
         for i in range(40)
@@ -134,7 +134,9 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path, mixed):
-    """Sources of other sizes and lengths: none is a multiple of what 2 ranks take at once."""
+    """The sources have different sizes and lengths, and no size is a multiple of the rows that 2
+    ranks take at once.
+    """
     chats = next(
         option.removeprefix("--data.path=")
         for option in examples

@@ -1,4 +1,4 @@
-"""docs/verify.md: its programs run as they stand, and what they import is no trainer."""
+"""The programs of docs/verify.md run unchanged, and do not import the trainer."""
 
 import os
 import re
