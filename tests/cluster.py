@@ -1,4 +1,4 @@
-"""Launchers with real ranks: start them, wait for what they do, and see them end."""
+"""Launchers with real ranks: tests start them, wait for their progress, and see them end."""
 
 import ctypes
 import multiprocessing
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from processes import kill_tree
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 240  # a wait takes 10 s on 2 idle cores, or, for several machines, 40 s
-SHOWN = 6000  # characters of an output that a failure shows
+TIMEOUT_S = 240  # a wait takes 10 s on 2 idle cores, and 40 s with several machines
+SHOWN = 6000  # characters of the output in a failure's message
 
 
 def variables_of(pid):
@@ -29,7 +29,7 @@ def variables_of(pid):
 
 
 class Launched:
-    """A launcher that runs, and what it and its ranks have written so far.
+    """A running launcher, with the output so far of it and its ranks.
 
     Args:
         command: Starts the launcher.
@@ -98,7 +98,7 @@ class Launched:
     def end(self, timeout_s=TIMEOUT_S):
         """Return the exit code, once the launcher and all of its ranks have ended by themselves.
 
-        A rank that is left keeps the streams open, which is a failure.
+        A rank that still runs keeps the streams open, which is a failure.
         """
         try:
             code = self.process.wait(timeout_s)
@@ -110,7 +110,7 @@ class Launched:
         return code
 
     def kill(self):
-        """End the launcher and its ranks at the same moment, as a loss of power does."""
+        """End the launcher and its ranks at the same moment, as a power failure does."""
         kill_tree(self.process.pid)
         self.process.wait()
 
@@ -124,7 +124,7 @@ def rank_pids(launcher):
             if parent == launcher:
                 found[int(variables_of(int(path.name))["RANK"])] = int(path.name)
         except (OSError, KeyError):
-            continue  # it has ended since, or is no rank
+            continue  # the process has ended since, or is not a rank
     return [found[rank] for rank in sorted(found)]
 
 
@@ -142,11 +142,12 @@ def launch_two_ranks(config, dump, *overrides):
 
 
 class Forked:
-    """Forked processes of one gloo group that run `main(pipe)`; this process has the other ends.
+    """Forked processes of one gloo group that run `main(pipe)`; this process has the other ends of
+    the pipes.
 
-    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures
-    need no pickling, only what goes through the pipes does. If a rank raises, its pipe says
-    ("error", traceback) and ends.
+    A fork takes milliseconds, but a fresh interpreter takes seconds to import torch. Closures need
+    no pickling; only messages in the pipes do. If a rank raises, its pipe sends ("error",
+    traceback) and closes.
     """
 
     def __init__(self, world_size, main):
@@ -163,7 +164,7 @@ class Forked:
             self.pipes.append(pipe)
 
     def _main(self, rank, world_size, pipe, main):
-        # PR_SET_PDEATHSIG: a test session that is killed leaves no ranks
+        # PR_SET_PDEATHSIG ends the ranks when the test session is killed.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         os.environ.update(
             RANK=str(rank),
@@ -192,7 +193,7 @@ class Forked:
         return messages
 
     def end(self):
-        """Kill all that are left."""
+        """Kill all remaining processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -16,23 +16,26 @@ from hypothesis import settings
 
 from titanlite.base.process import environment_kept
 
-# Read when Triton decorates a kernel. Without a GPU, kernels run in its interpreter.
+# Triton reads this variable when it decorates a kernel. On machines that have no GPU, kernels run
+# in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Before any parallel region: forked ranks must not inherit a pool of OpenMP threads that are not
-# there any more.
+# This call comes before any parallel region: otherwise forked ranks would inherit a pool of OpenMP
+# threads that do not exist in them.
 torch.set_num_threads(1)
 
-# Processes that tests start leave bytecode for the next ones: half a second less for each of them.
+# Processes that tests start then leave bytecode for later processes, which saves half a second for
+# each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Where pytest finds them, it works out and prints the whole difference of what an assertion
-# compares, however long.
+# If one of these is set, pytest computes and prints the whole difference of the compared values,
+# however long it is.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
-# The same examples in every run, none remembered, each with as much time as a busy machine takes.
+# Every run has the same examples, stores none, and gives each one as much time as a busy machine
+# needs.
 settings.register_profile("titanlite", deadline=None, derandomize=True)
 settings.load_profile("titanlite")
 
@@ -73,14 +76,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_configure():
-    # torch remembers what makes tensors; if torch.compile is the first to ask, wrongly
+    # torch stores its tensor constructors at the first request; if torch.compile makes that
+    # request, the list is wrong.
     with torch.device("meta"):
         torch.empty(0)
 
 
 def pytest_collection_finish():
-    """What was imported is looked at by the collector no more: not here, and not in forked ranks,
-    whose memory stays this process's until they write to it. An eighth of the time of tests with
+    """Exclude imported objects from garbage collection, here and in forked ranks, whose memory is
+    shared with this process until they write to it. This saves an eighth of the time of tests with
     ranks.
     """
     gc.collect()
@@ -89,14 +93,14 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def same_random_numbers():
-    """In every run and in every order of the tests."""
+    """Seed torch, so that the run and the order of the tests do not change random numbers."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """Undo what a test does to the environment. The server of ranks serves no process that would
-    import otherwise.
+    """Undo a test's changes to the environment. The server of ranks refuses processes whose imports
+    would differ.
     """
     with environment_kept():
         yield
@@ -104,10 +108,11 @@ def own_environment():
 
 @pytest.fixture(autouse=True)
 def own_logger():
-    """What a test does to the package's logger is undone after it.
+    """Undo a test's changes to the package's logger.
 
-    Handlers write to streams that are closed then. And pytest puts its own handlers on a logger
-    that does not propagate, upon which `setup_logger` of the next test would do nothing.
+    A test's handlers write to streams that are closed afterwards. In addition, pytest puts its own
+    handlers on a logger that does not propagate, and then `setup_logger` of the next test would do
+    nothing.
     """
     logger = logging.getLogger("titanlite")
     before = (list(logger.handlers), logger.level, logger.propagate, logger.disabled)
@@ -120,7 +125,7 @@ def own_logger():
 
 @pytest.fixture(scope="session")
 def run_ranks():
-    """`run_ranks(world_size, function, *args, timeout_s=300)` -> what `function(*args)` returned on
+    """`run_ranks(world_size, function, *args, timeout_s=300)` -> the result of `function(*args)` on
     each rank.
     """
     return _run_ranks
@@ -130,8 +135,8 @@ def _run_ranks(world_size, function, *args, timeout_s=300):
     """Fork `world_size` ranks that join one gloo group, call `function(*args)` on each, and collect
     the results.
 
-    Forking takes milliseconds where a fresh interpreter takes seconds to import torch; closures
-    need no pickling, only results do. If a rank raises, the others are killed and its traceback
+    A fork takes milliseconds, but a fresh interpreter takes seconds to import torch. Closures need
+    no pickling; only results do. If a rank raises, the other ranks are killed, and its traceback
     becomes this test's failure.
     """
     ranks = Ranks(world_size, partial(function, *args))
@@ -145,7 +150,7 @@ class Ranks(Forked):
     """Forked processes of one gloo group in which `function` can be called again and again, until
     one raises.
 
-    What a call imports and caches is there for the next one, which takes half the time.
+    Imports and caches of a call stay for the next one, which then takes half the time.
     """
 
     def __init__(self, world_size, function):
@@ -159,12 +164,12 @@ class Ranks(Forked):
         self.is_usable = True
 
     def call(self, *args, timeout_s=300):
-        """What `function(*args)` returns on each rank; `args` are pickled. After an error there is
-        no other call.
+        """Return the result of `function(*args)` on each rank; `args` are pickled. After an error
+        the ranks accept no more calls.
         """
         self.is_usable = False
         for pipe in self.pipes:
-            with suppress(OSError):  # it died, and reading says so
+            with suppress(OSError):  # the rank died, and reading reports this
                 pipe.send(args)
         results = {}
         world_size, deadline = len(self.pipes), time.monotonic() + timeout_s

@@ -1,6 +1,4 @@
-"""Inputs of `moe_experts` for tests, and what it must make of them: a loop over experts in
-float64.
-"""
+"""Inputs of `moe_experts` for tests, and the expected results: a loop over experts in float64."""
 
 import torch
 
@@ -14,12 +12,12 @@ class ExpertLayer:
     """Experts, and tokens with their choice of experts; T tokens, k experts per token.
 
     Args:
-        sizes: rows of each expert. Choices that are left over are no expert's.
-        top_k: experts per token.
-        dtype: of tokens and weights.
-        hidden, inner: widths.
-        spare_tokens: so many more tokens than the rows need.
-        device: of all tensors.
+        sizes: Rows of each expert. Further choices belong to no expert.
+        top_k: Experts per token.
+        dtype: The dtype of tokens and weights.
+        hidden, inner: Widths.
+        spare_tokens: Number of tokens beyond those that the rows need.
+        device: The device of all tensors.
     """
 
     def __init__(
@@ -52,21 +50,23 @@ class ExpertLayer:
         self.weight = weight.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
 
     def arguments(self):
-        """Those of `moe_experts`; the weight of the rows is a function of `weight`."""
+        """Return the arguments of `moe_experts`; the weight of the rows is a function of
+        `weight`.
+        """
         order, token, rows, ends = group_by_expert(self.ids, self.inputs[1].shape[0])
         weight = self.weight.flatten().index_select(0, order)
         return *self.inputs, weight, token, rows, ends
 
     def run(self, backend):
-        """The operator's result."""
+        """Return the operator's result."""
         return moe_experts(*self.arguments(), backend)
 
     def results(self, out):
-        """`out` and all gradients, as in `NAMES`."""
+        """Return `out` and all gradients, in the order of `NAMES`."""
         return [out, *torch.autograd.grad(out, [*self.inputs, self.weight], self.dout)]
 
     def expected(self):
-        """`results` as they should be, float64."""
+        """Return the expected `results` in float64."""
         tensors = [
             tensor.detach().double().requires_grad_() for tensor in (*self.inputs, self.weight)
         ]

@@ -1,4 +1,4 @@
-"""Files that tests compare, or that wait."""
+"""Helpers for files that tests compare, and for calls that may block."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def write_json(path, value):
 
 
 def read_lines(path):
-    """Return the value of each line, as of metrics.jsonl."""
+    """Return the value of each line of a file like metrics.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -32,16 +32,16 @@ def write_lines(path, values):
 
 
 def file_digest(path):
-    """SHA-256 of the content. Two contents as operands of an assertion would have pytest work out
-    all differences when they differ, with `-v` or CI in the environment: a minute for 20 KB, no end
-    for the weights of a model.
+    """Return the SHA-256 of the content. If an assertion compared two contents, pytest would
+    compute all their differences with `-v` or CI in the environment: this takes a minute for 20 KB,
+    and never ends for the weights of a model.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def folder_digests(folder):
-    """Of every file below `folder`, by its path there."""
+    """Return the digest of every file below `folder`, by its path there."""
     return {
         str(path.relative_to(folder)): file_digest(path)
         for path in folder.rglob("*")
@@ -50,7 +50,7 @@ def folder_digests(folder):
 
 
 def write_manifest(folder):
-    """Make a checkpoint of what lies in `folder`, without the code under test."""
+    """Make a checkpoint of the files in `folder`, without the code under test."""
     contents = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -66,10 +66,10 @@ def write_manifest(folder):
 
 @contextmanager
 def at_most(seconds):
-    """Fail the test if what is inside takes longer."""
+    """Fail the test if the body takes longer."""
 
     def fail(*_):
-        # no OSError, which the code under test might catch
+        # This is not an OSError, which the code under test might catch.
         pytest.fail(f"still waiting after {seconds} s")
 
     before = signal.signal(signal.SIGALRM, fail)
@@ -82,8 +82,8 @@ def at_most(seconds):
 
 
 def assert_refused(read, path, *words):
-    """Return why `read` refuses `path`: it says all of `words`, names the checkpoint, and holds
-    nothing that a terminal would obey.
+    """Return the error with which `read` refuses `path`: it has all `words`, names the checkpoint,
+    and has no control characters of a terminal.
     """
     with pytest.raises(CheckpointError) as caught:
         read(path)
@@ -97,6 +97,6 @@ def assert_refused(read, path, *words):
 
 
 def read_table(name):
-    """Read `tests/NAME.toml`: what is given, and what must be said or come of it."""
+    """Read `tests/NAME.toml`: inputs, and their expected results or messages."""
     path = Path(__file__).with_name(f"{name}.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Load a Hugging Face folder as a run begins with it, without a run."""
+"""Load a Hugging Face folder like the start of a run, without a run."""
 
 from types import SimpleNamespace
 
@@ -14,12 +14,12 @@ from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import materialize
 from titanlite.models.families import any_model_config_from_hf, families, family_of
 
-# What chooses each family on the command line, in its small preset.
+# The command-line option that chooses each family in its small preset.
 EVERY_FAMILY = {name: [f"--model.name={name}"] for name in families()}
 
 
 def load(folder, implementation="auto", **settings):
-    """Load the model of `folder` on the CPU, as a run begins with it."""
+    """Load the model of `folder` on the CPU, like the start of a run."""
     section = CheckpointSection(initial_load_path=str(folder), **settings)
     model = build_model(any_model_config_from_hf(folder, "test", implementation))
     materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
@@ -27,15 +27,15 @@ def load(folder, implementation="auto", **settings):
 
 
 def refusal(folder, implementation="auto"):
-    """Return why `load` refuses `folder`."""
+    """Return the error with which `load` refuses `folder`."""
     with pytest.raises(TitanliteError) as error:
         load(folder, implementation)
     return str(error.value)
 
 
 def save_random_model(job, folder):
-    """A transformers model whose logits are far apart, so that rounding does not change the best
-    one.
+    """Save a transformers model whose logits are far apart, so that rounding does not change the
+    best one.
     """
     config = AutoConfig.for_model(
         job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)

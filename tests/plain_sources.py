@@ -5,7 +5,9 @@ from titanlite.materialize.sources import Read
 
 
 class Checkpoint:
-    """Claims every tensor that `reader` has. Strict: missing and unexpected names are errors."""
+    """A source of every tensor that `reader` has. It is strict: missing and unexpected names are
+    errors.
+    """
 
     def __init__(self, reader):
         self.name, self.complete, self._reader = f"checkpoint {reader.name}", True, reader

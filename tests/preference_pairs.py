@@ -1,4 +1,4 @@
-"""Preference pairs packed by hand, and DPO written down directly on a transformers model, one
+"""Preference pairs packed by hand, and a direct implementation of DPO on a transformers model, one
 document at a time.
 """
 
@@ -38,7 +38,7 @@ def random_pairs(count, vocab_size, seed=0, longest=5):
 
 
 def pack(rows, seq_len):
-    """One row per list of pairs: chosen, rejected, chosen, ... and padding."""
+    """Pack each list of pairs into one row: chosen, rejected, chosen, ... and padding."""
     columns = [[], [], [], []]
     for pairs in rows:
         row = [[], [], [], []]
@@ -58,7 +58,7 @@ def pack(rows, seq_len):
 
 
 def log_prob(model, document):
-    """log p(answer | prompt) of a transformers model, the document alone in a row."""
+    """Return log p(answer | prompt) of a transformers model, with the document alone in a row."""
     tokens = torch.tensor([document.tokens])
     log_probs = F.log_softmax(model(tokens, use_cache=False).logits[0].float(), dim=-1)
     answer = range(document.prompt, len(document.tokens))
@@ -66,7 +66,9 @@ def log_prob(model, document):
 
 
 def direct_dpo(policy, reference, pairs, beta, smoothing=0.0):
-    """Mean loss over the pairs and mean metrics; `reference(document)` gives log-probabilities."""
+    """Return the mean loss over the pairs and mean metrics; `reference(document)` gives
+    log-probabilities.
+    """
     losses, chosen, rejected = [], [], []
     for pair in pairs:
         rewards = [beta * (log_prob(policy, document) - reference(document)) for document in pair]

@@ -1,4 +1,4 @@
-"""Processes that tests start: with an end in every case, for themselves and for all that they have
+"""Processes that tests start: each one ends in every case, together with all processes that it has
 started.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def anonymous_bytes():
-    """Memory of this process that is no page of a file. To read smaps_rollup takes up to 0.1 s: it
-    walks all pages.
+    """Return the memory of this process that is not mapped from a file. Reading smaps_rollup takes
+    up to 0.1 s, because it walks all pages.
     """
     match = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None
@@ -20,8 +20,8 @@ def anonymous_bytes():
 
 
 def descendants(pid):
-    """All processes below `pid`, parents first; ranks are in sessions of their own, so a process
-    group has not all.
+    """Return all processes below `pid`, parents first. Ranks are in separate sessions, so a process
+    group does not have all of them.
     """
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -32,8 +32,8 @@ def descendants(pid):
 
 
 def kill_tree(pid):
-    """SIGKILL to `pid` and all below it. First those above, so that none of them can start
-    others.
+    """Send SIGKILL to `pid` and all processes below it, parents first, so that none can start
+    another process.
     """
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
@@ -48,10 +48,10 @@ def run_to_end(
     timeout_s,
     join_outputs=False,
 ):
-    """As `subprocess.run` with captured output; one that lasts longer fails, with what it has
-    written so far.
+    """Run the command like `subprocess.run` with captured output; if it takes longer, fail with the
+    output so far.
 
-    `subprocess.run` itself would go on waiting: it ends the command alone, and ranks that hang keep
+    `subprocess.run` itself would keep waiting: it ends only the command, and ranks that hang keep
     its output open.
     """
     stderr = subprocess.STDOUT if join_outputs else subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published in FP8 and MXFP4, from the definitions of both formats in
+"""Checkpoints as published in FP8 and MXFP4, made from the definitions of both formats in
 float64.
 """
 
@@ -16,14 +16,15 @@ def write_fp8(
     suffix="_scale_inv",
     edit=lambda scale: scale,
 ):
-    """Rewrite the checkpoint in FP8, as DeepSeek-V3's is; return what it must be read as, in
+    """Rewrite the checkpoint in FP8, in DeepSeek-V3's layout; return the expected values in
     float32.
 
     Args:
-        folder: of a model in one file.
-        block: `weight_block_size` in config.json: what a factor serves; None: the whole tensor.
-        suffix: what the key of the factors ends with, behind that of the weight.
-        edit: changes the factors, which are powers of 2 then.
+        folder: A folder with a model in one file.
+        block: `weight_block_size` in config.json, the block of one scale; None: one scale per
+            tensor.
+        suffix: The key of the scales is the weight's key with this suffix.
+        edit: Changes the scales, which are then powers of 2.
     """
     tensors, expected, stored = load_file(folder / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
@@ -55,8 +56,8 @@ def write_fp8(
 
 
 def write_mxfp4(folder, exponents=(90, 140)):
-    """Rewrite a gpt-oss with random experts in MXFP4, with scales from a range of them; return what
-    they must be read as, in float32, by key.
+    """Rewrite a gpt-oss with random experts in MXFP4, with scales from the range `exponents`;
+    return the expected values in float32, by key.
     """
     tensors, expected = load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)

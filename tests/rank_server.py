@@ -189,12 +189,12 @@ class RankServer:
             time.sleep(0.05)
 
     def launch(self, *arguments, folder, **variables):
-        """`python -m titanlite.launch ARGUMENTS`, with its output and that of its ranks in one
-        pipe.
+        """Start `python -m titanlite.launch ARGUMENTS`, with one pipe for its output and the output
+        of its ranks.
 
-        `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank; all run what
-        they find there in `misbehave.py`, and where a file `nan-N` appears the next forward of rank
-        N gives NaN, once.
+        `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank. All processes
+        run the code in its `misbehave.py`, and if a file `nan-N` appears, the next forward of rank
+        N returns NaN, once.
         """
         self.wait_until_it_serves()
         environment = self.environment(
@@ -204,7 +204,7 @@ class RankServer:
         return Served(command, folder, env=environment, joined=True)
 
     def close(self):
-        """End the server, and with it all that it has forked."""
+        """End the server and all processes that it has forked."""
         self.process.terminate()
         try:
             self.process.wait(10)
@@ -282,7 +282,7 @@ def _become(request, fds, python):
 
 
 def _run(arguments):
-    """As `python -m MODULE` or `python FILE` runs it."""
+    """Run it as `python -m MODULE` or `python FILE` does."""
     if arguments[0] != "-m":
         runpy.run_path(arguments[0], run_name="__main__")
         return
@@ -304,7 +304,7 @@ def _run(arguments):
 
 
 def _child(request, fds, python):
-    """The exit code of the process that was asked for, all of whose work is done."""
+    """Return the exit code of the requested process, after all its work is done."""
     code = 1
     try:
         _become(request, fds, python)
@@ -326,7 +326,7 @@ def _child(request, fds, python):
 
 
 def _let_nan_in(path):
-    """Where this file appears, the next forward of this rank gives NaN, once."""
+    """If this file appears, make the next forward of this rank return NaN, once."""
     from titanlite.train_step import TrainStep
 
     original = TrainStep.train_step
@@ -405,12 +405,12 @@ def _serve(address, python, parent):
                         os._exit(code)
                 for fd in fds:
                     os.close(fd)
-                # its stub is gone; reading from the link says so, too
+                # Its stub has ended; reading from the link reports this, too.
                 with suppress(ConnectionError):
                     link.sendall(pid.to_bytes(4, "big"))
                 children[pid] = link
                 selector.register(link, selectors.EVENT_READ, pid)
-            else:  # its stub is gone
+            else:  # its stub has ended
                 selector.unregister(key.fileobj)
                 if key.data in children:
                     os.kill(key.data, signal.SIGKILL)
@@ -423,11 +423,11 @@ def _serve(address, python, parent):
                 selector.unregister(link)
                 link.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
             except (KeyError, OSError):
-                pass  # its stub is gone
+                pass  # its stub has ended
             link.close()
     for pid in children:
         os.kill(pid, signal.SIGKILL)
-    os._exit(0)  # a second less than torch's own end
+    os._exit(0)  # a second faster than torch's own end
 
 
 if __name__ == "__main__":

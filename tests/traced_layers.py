@@ -1,11 +1,11 @@
-"""Layers that are traced as torch.compile does it, and run without code generation."""
+"""Layers that are traced as torch.compile traces them, and run without code generation."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-# torch 2.13 warns about its own doing: it reads .grad of gathered parameters and instantiates
+# torch 2.13 warns about its own operations: it reads .grad of gathered parameters and instantiates
 # autograd functions.
 TORCH_COMPILE_WARNINGS = [
     pytest.mark.filterwarnings(
@@ -17,13 +17,13 @@ TORCH_COMPILE_WARNINGS = [
 
 @dataclass
 class Graphs:
-    """Of one process: how many graphs were made of the layers, and how often they were called."""
+    """Counts, in one process, the graphs of the layers and their calls."""
 
     made: int = 0
     called: int = 0
 
     def trace(self, module, inputs):
-        """A backend for torch.compile: traces forward and backward."""
+        """Trace forward and backward, as a backend for torch.compile."""
         self.made += 1
         run = torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 

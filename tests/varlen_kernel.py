@@ -1,8 +1,8 @@
-"""torch's FlashAttention over documents has a kernel for CUDA alone: here it gets one for the CPU,
-which is a loop.
+"""torch's FlashAttention over documents has only a CUDA kernel: this module registers a loop as its
+CPU kernel.
 
-What is tested with it is torch's own operator, with its signature, its derivative and what
-torch.compile knows of it.
+The tests then use torch's own operator, with its signature, its derivative and its rules for
+torch.compile.
 """
 
 import torch
@@ -12,8 +12,8 @@ forwards: list[int] = []  # tokens of each call
 
 
 def _documents(starts_N1, group, q_THK, *rest):
-    """Where each document is, and its (H, S, K) queries, keys, values and whatever else there
-    is.
+    """Yield the location of each document, and its (H, S, K) queries, keys, values and further
+    tensors.
     """
     for start, stop in zip(starts_N1[:-1].tolist(), starts_N1[1:].tolist(), strict=True):
         q, k, v, *others = (x[start:stop].transpose(0, 1) for x in (q_THK, *rest))
@@ -27,7 +27,9 @@ def _documents(starts_N1, group, q_THK, *rest):
 
 
 def _scores(q, k, scale, window):
-    """(H, S, S); `window` are the neighbours before and after a query that it sees, -1: all."""
+    """Return the scores (H, S, S); `window` are the numbers of visible neighbours before and after
+    a query, -1: all.
+    """
     seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
     if window[0] >= 0:
         seen = seen.triu(-window[0])
@@ -40,7 +42,9 @@ def _check(
     longest,
     rest,
 ):
-    """What the kernel on CUDA needs, or would do otherwise."""
+    """Check the requirements of the CUDA kernel, and refuse inputs that it would treat
+    differently.
+    """
     assert others is not None and torch.equal(starts, others) and starts.dtype == torch.int32
     assert longest[0] == longest[1] >= int(starts.diff().max()) and int(starts.diff().min()) > 0
     assert rest[0][0] >= -1 and rest[0][1] == 0, "causal, by the window"
@@ -92,8 +96,8 @@ def _backward(
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     documents = _documents(starts, group, q, k, v, grad, out)
     for place, q_HSK, k_HSK, v_HSK, grad_HSK, out_HSK in documents:
-        # As the kernel does: weights from what it is given as their logarithmic sum, and what the
-        # softmax takes off from what it is given as the result.
+        # The kernel also computes weights from the given logarithmic sum, and the softmax's
+        # correction from the given result.
         weights_HSS = (_scores(q_HSK, k_HSK, scale, rest[0]) - lse[:, place].unsqueeze(-1)).exp()
         weights_HSS = weights_HSS.to(q.dtype)
         wanted_HSS = grad_HSK @ v_HSK.transpose(1, 2)

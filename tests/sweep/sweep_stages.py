@@ -56,11 +56,11 @@ def loads(case):
 
 
 def scratch(case):
-    """Draw the model with a few seeds, and compare each parameter, and its halves, with what
-    transformers draws.
+    """Draw the model with a few seeds, and compare each parameter, and its halves, with
+    transformers' draws.
 
-    What does not depend on transformers' seed, and buffers, must be equal; of the rest mean,
-    deviation and mean distance from the mean.
+    Buffers, and values that do not depend on transformers' seed, must be equal; all other values
+    must agree in mean, deviation and mean distance from the mean.
     """
     theirs, ours = [], []
     for seed in range(_SEEDS):
@@ -104,7 +104,7 @@ def is_same(found, expected):
 
 
 def ties_of(tensors):
-    """Names of one and the same tensor, together."""
+    """Group the names of one and the same tensor."""
     together = {}
     for name, tensor in tensors.items():
         together.setdefault(tensor, []).append(name)
@@ -112,9 +112,10 @@ def ties_of(tensors):
 
 
 def other_moments(found, expected):
-    """What differs between draws (rows, seeds, columns); empty if nothing does.
+    """Describe differences between draws (rows, seeds, columns); empty if they agree.
 
-    A moment of n draws varies by about their deviation / sqrt(n); 7 of those never occur by chance.
+    A moment of n draws varies by about their deviation / sqrt(n); a difference of 7 times this
+    never occurs by chance.
     """
     if bool((expected == expected[:, :1]).all()):
         return (

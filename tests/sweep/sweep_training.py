@@ -38,9 +38,10 @@ from titanlite.train_step import TrainStep
 _CPU = torch.device("cpu")
 # lengths of the documents of both rows; the rest is padding
 _PACKED, _APART = ([[13, 11], [16]], [[24], [16]])
-# With a smaller eps a step takes gradients that are all rounding for as large as the others.
+# AdamW's eps. If it were smaller, gradients that are only rounding errors would cause steps as
+# large as real gradients do.
 _STEPS, _LR, _EPS = 2, 1e-3, 1e-3
-# float32; packed rows sum in another order, and experts see other numbers of rows.
+# All is float32, but packed rows sum in another order, and experts have other numbers of rows.
 _LOSS_BOUND, _GRADIENT_BOUND, _FLOOR = 1e-6, 1e-4, 1e-3
 
 
@@ -64,7 +65,7 @@ def rows_of(packed):
 
 @dataclass(frozen=True)
 class BatchWithInputs(Batch):
-    """Rows of one document each, with what a class wants beside text, by row."""
+    """Rows of one document each, with the inputs besides text that a class needs, by row."""
 
     document_ids: Any = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -79,8 +80,8 @@ class BatchWithInputs(Batch):
 
 
 def inputs_of(model_type, config, tokens):
-    """Random images and the like for classes that want more than text, by row; marks their places
-    in `tokens`.
+    """Make random images and similar inputs for classes that need more than text, by row; mark
+    their places in `tokens`.
     """
     rows, length = tokens.shape
     kinds = {
@@ -129,14 +130,14 @@ def inputs_of(model_type, config, tokens):
 
 @dataclass
 class Trained:
-    """What came of some optimizer steps.
+    """The result of some optimizer steps.
 
     Attributes:
-        losses: mean loss of each step.
-        gradients: of the first step, whole, by name.
-        model: after the steps, and its `plan`; of titanlite only.
-        batch: what it was trained on: of all ranks.
-        kind: of these rows: packed, apart (one document in each), or with inputs beside text.
+        losses: Mean loss of each step.
+        gradients: The full gradients of the first step, by name.
+        model: The model after the steps, and its `plan`; of titanlite only.
+        batch: The training batch of all ranks.
+        kind: The kind of rows: packed, apart (one document in each), or with inputs besides text.
     """
 
     losses: list[float]
@@ -147,7 +148,7 @@ class Trained:
     kind: str = "packed"
 
     def difference(self, other):
-        """What differs from `other` by more than rounding; empty if nothing does."""
+        """Describe differences from `other` that exceed rounding; empty if it has none."""
         for step, (loss, expected) in enumerate(
             zip(self.losses, other.losses, strict=True), start=1
         ):
@@ -165,7 +166,7 @@ class Trained:
 
 
 def our_steps(config, folder):
-    """Optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
+    """Take optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
     call.
     """
     job = JobConfig()
@@ -209,7 +210,7 @@ def our_steps(config, folder):
 
 
 def their_steps(case, batch):
-    """The same on transformers' model in one process, each document alone."""
+    """Take the same steps on transformers' model in one process, each document alone."""
     model = case.cls.from_pretrained(case.saved, dtype=torch.float32).train()
     # loading forgets what the constructor froze (Idefics)
     for name, param in case.model.named_parameters():
@@ -266,7 +267,7 @@ def exports(case):
 
 
 def save_and_compare(case, trained, folder):
-    """Save what was trained into `folder`; the first rank reads it with transformers.
+    """Save the trained model into `folder`; the first rank reads it with transformers.
     Collective.
     """
     save_hf_model(trained.model, trained.plan, None, folder, torch.float32, case.saved)
@@ -290,10 +291,10 @@ def save_and_compare(case, trained, folder):
 
 
 def generates(case):
-    """Greedy continuations of two prompts in a batch are those of transformers' `generate`, with
+    """Compare greedy continuations of two prompts in a batch with transformers' `generate`, with
     and without a cache.
 
-    Where they part, the token must be a tie of logits without a cache.
+    If they differ, the token must be a tie of logits without a cache.
     """
     prompts = [list(range(3, 9)), list(range(40, 44))]
     ours = case.ours
@@ -315,13 +316,13 @@ def generates(case):
                 if logits[token] < logits.max() - 1e-4 * logits.abs().max():  # not a tie
                     return f"WRONG: {continuation.tokens}, of transformers {theirs}"
                 if token == getattr(case.model.config, "pad_token_id", None):
-                    break  # some classes take it for padding when they read it
+                    break  # some classes treat it as padding when they read it
                 row.append(token)
     return ("cached" if kept else "whole") + (f" ({known})" if known else "")
 
 
 def their_continuation(model, prompt, use_cache):
-    """Six tokens by transformers' own greedy `generate`; None if it raises."""
+    """Return six tokens of transformers' own greedy `generate`; None if it raises."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(

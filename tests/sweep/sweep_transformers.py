@@ -59,7 +59,9 @@ _PER_LAYER = re.compile(
 
 @dataclass
 class Case:
-    """One class of transformers with its tiny configuration; made when it is first asked for."""
+    """One class of transformers with its tiny configuration; its parts are made when they are first
+    used.
+    """
 
     model_type: str
     class_name: str
@@ -105,13 +107,13 @@ class Case:
 
     @cached_property
     def saved(self):
-        """The folder, with what transformers saves of the model."""
+        """The folder with the model as transformers saves it."""
         self.model.save_pretrained(self.folder)
         return self.folder
 
     @cached_property
     def config(self):
-        """Configuration that titanlite makes of the config.json that transformers saves."""
+        """The configuration that titanlite makes of the config.json that transformers saves."""
         self.model.config.architectures = [self.class_name]
         self.model.config.save_pretrained(self.folder)
         found = resolve_model_config(
@@ -168,8 +170,8 @@ def shrink(config_cls, model_type, levels=0):
 
 
 def own_part(config, cls):
-    """The part of a composite configuration that `cls` is made of; the whole one if that is not a
-    part of it.
+    """Return the part of a composite configuration that belongs to `cls`, or the whole one if it
+    has no such part.
     """
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     return next((part for part in parts if type(part) is cls.config_class), config)
@@ -184,7 +186,7 @@ def _update(table, changes):
 
 
 def _without_lists(table):
-    """Without lists of layers, which the configuration then makes itself."""
+    """Remove lists of layers, which the configuration then makes itself."""
     return {
         key: _without_lists(value) if isinstance(value, dict) else value
         for key, value in table.items()
@@ -226,7 +228,7 @@ def _shrunk(table, skip_sizes):
     if small.get("kv_lora_rank") and isinstance(small.get("num_attention_heads"), int):
         small["num_key_value_heads"] = small["num_attention_heads"]
     if small.get("is_decoder") is False:
-        small["is_decoder"] = True  # or BERT and its kin are not causal
+        small["is_decoder"] = True  # otherwise BERT and similar models are not causal
     rope = small.get("rope_parameters")
     if isinstance(rope, dict):
         small["rope_parameters"] = _small_rope(rope)
@@ -304,9 +306,7 @@ def builds(case):
 
 
 def probes(case):
-    """What titanlite finds out about causality and documents is what transformers' own forward
-    shows.
-    """
+    """Compare titanlite's facts about causality and documents with transformers' own forward."""
     tokens = torch.randint(3, 190, (1, 24), generator=torch.Generator().manual_seed(2))
     ours, inner = case.ours, case.model
     documents = torch.tensor([[0] * 5 + [1] * 11 + [2] * 8])
@@ -368,7 +368,7 @@ STAGES = (
 
 
 def run(case, stages):
-    """The word of each stage for one case; one that is not built has no others."""
+    """Return the word of each stage for one case; a case that is not built has no further words."""
     for stage in stages:
         try:
             yield stage(case)
@@ -389,8 +389,8 @@ def run(case, stages):
 
 
 def run_apart(case, stages, limit_s):
-    """As `run`, in a process of its own that may take `limit_s` seconds of CPU time, and 5 times as
-    long in all.
+    """Run the case like `run`, in a separate process that may take `limit_s` seconds of CPU time,
+    and 5 times as long in all.
     """
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
@@ -418,7 +418,7 @@ def run_apart(case, stages, limit_s):
 
 @contextmanager
 def quiet():
-    """Neither transformers' nor titanlite's log, which say much about models this small."""
+    """Silence the logs of transformers and titanlite, which write much about models this small."""
     from transformers.utils import logging as theirs
 
     before = theirs.get_verbosity(), theirs.is_progress_bar_enabled(), logging.root.manager.disable
@@ -438,7 +438,7 @@ def quiet():
 
 @dataclass
 class Result:
-    """What the stages said of one class, by stage."""
+    """The words of all stages about one class."""
 
     model_type: str
     class_name: str

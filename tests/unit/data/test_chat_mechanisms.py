@@ -1,7 +1,7 @@
-"""What chat templates do, one small template for each mechanism, and what the rule makes of it.
+"""Mechanisms of chat templates, with one small template for each, and the rule's result.
 
-The prompt is that of inference; the trained text is what the finished turn shows behind it, up to
-the token that ends it. Tokens are compared, not texts alone.
+The prompt is the prompt of inference. The trained text follows it in the rendered chat, up to the
+token that ends the turn. The tests compare tokens, not only texts.
 """
 
 import json
@@ -104,14 +104,14 @@ def test_a_closed_empty_thought_belongs_to_the_prompt(make_tokenizer, template):
     documents = check(
         make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"
     )
-    assert len(documents) == 2  # what the second is asked after shows no empty thought
+    assert len(documents) == 2  # the second prompt's history has no empty thought
 
 
 def test_the_next_header_ends_a_turn(make_tokenizer):
     (document,) = check(
         make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>"
     )
-    assert document.flags[-1] & END  # appended, for nothing follows
+    assert document.flags[-1] & END  # appended, because nothing follows
 
 
 def test_history_may_be_rewritten(make_tokenizer):
@@ -132,7 +132,9 @@ def test_history_may_be_rewritten(make_tokenizer):
     ],
 )
 def test_of_two_ends(make_tokenizer, template, answer, end):
-    """The last one, but not the next header that a finished turn shows too."""
+    """Training ends with the last end token, but not with the next header that the rendered turn
+    also shows.
+    """
     check(make_tokenizer(template), chat("a", "b"), answer, end=end)
 
 
@@ -235,14 +237,14 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer, what):
 
 
 TOOL_CALL = "{% for c in m.tool_calls or [] %}%s{% endfor %}"
-# As gpt-oss: a call is a turn of its own, and only the last answer of a chat ends with </s>.
+# gpt-oss's mechanism: a call is a separate turn, and only the last answer of a chat ends with </s>.
 CHANNELS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}"
     + TOOL_CALL.replace("%s", " to={{ c.function.name }}<s>{{ c.function.arguments | tojson }}")
     + "<|eot_id|>{% else %}<s>{{ m.content }}{{ '</s>' if loop.last else '<|im_end|>' }}"
     "{% endif %}{% endfor %}" + ASK.replace("\n%s", "")
 )
-# As Qwen3-Coder: a call is a mark.
+# Qwen3-Coder's mechanism: a call is a mark.
 MARKS = (
     HEAD
     + "{{ m.content }}"
@@ -252,9 +254,9 @@ MARKS = (
     + "<|im_end|>\n{% endfor %}"
     + ASK.replace("%s", "")
 )
-# As Command-R7B: an answer ends before its turn.
+# Command-R7B's mechanism: an answer ends before its turn.
 ANSWER_END = TURN.replace("<|im_end|>", "<|eot_id|><|im_end|>") + ASK.replace("%s", "")
-# As Command-R+: instructions follow every chat, and a call has no end but the next header.
+# Command-R+'s mechanism: instructions follow every chat, and a call ends only at the next header.
 ROLE = "<|im_start|>{{ '<start_of_turn>' if m.role == 'assistant' else '<end_of_turn>' }}"
 INSTRUCTED = (
     "{% for m in messages %}"
@@ -265,7 +267,7 @@ INSTRUCTED = (
     "<|im_start|><s>Write 'call' to call.<|im_end|>"
     "{% if add_generation_prompt %}<|im_start|><start_of_turn>{% endif %}"
 )
-# As Apertus: after a result, a turn goes on without a header.
+# Apertus's mechanism: after a result, a turn continues without a header.
 LOOP = (
     "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.content }}]{% else %}"
     "{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>{{ m.role }}\n{% endif %}"
@@ -294,7 +296,7 @@ CALLING = [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [BARE]
     ],
 )
 def test_an_answer_is_whole_and_ends(make_tokenizer, template, messages, answers, stops):
-    """Also a call without arguments; and an equal second row has equal tokens."""
+    """This includes a call without arguments; an equal second row has equal tokens."""
     tokenizer = make_tokenizer(template)
     encoder = ExampleEncoder(tokenizer, "messages")
     first, second = encoder.encode([{"messages": messages}] * 2)
@@ -315,7 +317,9 @@ def test_instructions_behind_a_call_do_not_end_it(make_tokenizer):
 
 
 def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer):
-    """So that whatever renders a saved template takes them; those of a row go before."""
+    """Every program that renders a saved template uses these arguments; a row's own arguments take
+    precedence.
+    """
     template = TURN + ASK.replace(
         "%s", "{{ '<think></think>' if thinking is defined and not thinking }}"
     )
@@ -361,7 +365,7 @@ def test_a_run_has_one_date(make_tokenizer):
         .decode(found[0][0].ids.tolist())
         .startswith("03 Feb 2025<|im_start|>")
     )
-    # which are part of keys
+    # Dates are part of cache keys.
     assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")
 
 
