@@ -50,8 +50,8 @@ EXPECTED = {
 
 @pytest.fixture(autouse=True)
 def hub_without_a_network(monkeypatch, tmp_path):
-    """Repositories of the hub are folders with what a recipe needs of them: sizes, where it names
-    no flavor.
+    """Replace repositories of the hub by folders with the files that a recipe needs: the sizes, if
+    it names no flavor.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -116,13 +116,12 @@ def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
         total, trained = count_parameters(model)
         shard(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
         plan = build_plan(model)
-    # What this rank holds, all ranks hold together, but for what is not split: buffers and small
+    # Every rank holds an equal part, except of tensors that are not split: buffers and small
     # replicated tensors.
     held = sum(entry.region.numel for entry in plan.entries if entry.info.kind == "parameter")
     assert held * world_size == pytest.approx(total, rel=0.02)
 
-    # The memory that the recipe's comment states first: frozen weights, or 16 bytes of each
-    # parameter.
+    # The recipe's comment first states this memory: frozen weights, or 16 bytes of each parameter.
     stated_gb = re.search(r"= ([\d.]+) GB", text)
     if path.stem != "sft_arithmetic":
         assert stated_gb is not None

@@ -1,4 +1,4 @@
-"""The launcher's side: who failed first, who hangs, and whether ranks start again."""
+"""The launcher's side: which rank failed first, which rank hangs, and whether ranks start again."""
 
 import faulthandler
 import os
@@ -29,7 +29,7 @@ from titanlite.launch.protocol import (
 )
 
 ROOT = Path(__file__).parents[3]
-# A rank that beats once and then does what it is told.
+# A rank that sends heartbeats and then acts as its arguments say.
 RANK = """
 import sys, time
 from titanlite.launch.protocol import beat, configure_heartbeat, start_heartbeat
@@ -47,7 +47,7 @@ def compute(): time.sleep(100)
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(rank, what, code=, timeout_s=, grace_s=)` -> pid of a rank whose notices are in
+    """`start(rank, what, code=, timeout_s=, grace_s=)` -> pid of a rank with its notices in
     `tmp_path`/notices.
     """
     (tmp_path / "notices").mkdir()

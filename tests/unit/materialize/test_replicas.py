@@ -29,7 +29,7 @@ DTYPES = [
 
 
 def numbers(shape, dtype, seed):
-    """The values that all ranks agree a global tensor has."""
+    """Return the values of a global tensor, which all ranks compute alike."""
     values = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
     return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
 
@@ -64,9 +64,7 @@ def sharded(shape, dtype, mesh, placements, fill=0):
 
 
 def deliver(tensors, values):
-    """Fill what this rank is in charge of, broadcast, and list the tensors that are not what they
-    must be.
-    """
+    """Fill the tensors that this rank owns, broadcast, and list the tensors with wrong values."""
     shares = list(share_out(tensors))
     for share, value in zip(shares, values, strict=True):
         if share.mine:
@@ -79,7 +77,8 @@ def deliver(tensors, values):
     ]
 
 
-# ---- what the ranks do: starting them costs more than all of it, so they are started once ----
+# ---- functions of the ranks, which are started only once, because a start costs more than all of
+# them ----
 
 
 def share_out_all(mesh):
@@ -115,7 +114,7 @@ def deliver_every_layout(mesh):
 
 def deliver_large_and_small(mesh):
     mib = 1 << 18  # elements of 4 bytes
-    # Above, at and below 4 MiB; small ones that fill more than one packet.
+    # The lengths are above, at and below 4 MiB, and several small ones fill more than one packet.
     lengths = [3, mib * 4, 5, mib * 4 - 1, mib * 4 + 1, *([mib + 7] * 9), 11]
     wrong = []
     for placements in [None, (R, R), (R, S0), (S0, R)]:
@@ -123,7 +122,7 @@ def deliver_large_and_small(mesh):
         wrong.append(
             deliver(tensors, [torch.arange(length, dtype=torch.float32) for length in lengths])
         )
-    # and not contiguous
+    # These tensors are not contiguous.
     tensors = [torch.zeros(3000, 1000).T, torch.zeros(20, 30).T, torch.zeros(7)]
     wrong.append(
         deliver(
@@ -143,7 +142,7 @@ WORK = (
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks):
-    """What each of 4 ranks returned from the functions above, as a list by rank."""
+    """The results of the functions above on each of 4 ranks, as a list by rank."""
 
     def rank_main():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -153,7 +152,7 @@ def ranks(run_ranks):
     return {work: [result[work] for result in results] for work in WORK}
 
 
-# ---- what must come of it ----
+# ---- expected results ----
 
 
 def test_one_process_is_in_charge_of_everything():
@@ -174,7 +173,7 @@ def test_one_rank_of_every_replica_set_is_in_charge(ranks):
             in_charge[region].append(mine)
             assert num_hops == (1 if placements is None else placements.count(R)), placements
         for region, mine in in_charge.items():
-            if region.numel:  # empty ones are alike on ranks that have nothing in common
+            if region.numel:  # empty regions are equal even on unrelated ranks
                 assert sum(mine) == 1, (shape, placements, region)
 
 

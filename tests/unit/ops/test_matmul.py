@@ -1,5 +1,5 @@
-"""Products on CUDA's branch: float32 sums of two-byte operands. Values on the CPU, kernels chosen
-with fake tensors.
+"""Matmuls on CUDA's branch: float32 sums of two-byte operands. Values are checked on the CPU,
+kernels with fake tensors.
 """
 
 import os
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 
 
 def test_projections_of_one_input_are_those_of_each_weight():
-    """With gradients of what needs some, and one buffer for that of the input."""
+    """Only tensors that need a gradient get one, and the input's gradient has a single buffer."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(n, 4, dtype=torch.float64, requires_grad=n != 2) for n in (6, 2, 3)]
@@ -38,7 +38,9 @@ def test_projections_of_one_input_are_those_of_each_weight():
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators. Fake tensors have no values: what waits for the device is an error."""
+    """Counts operators. Fake tensors have no values, so an operator that waits for the device
+    raises an error.
+    """
 
     def __init__(self):
         super().__init__()
@@ -64,13 +66,13 @@ def test_the_router_follows_float64():
     expected.backward(dy.double())
     for actual, wanted in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
         assert actual is not None and wanted is not None and actual.dtype == BF16
-        # Nearly always the nearest number: with dy rounded to bfloat16 one in four would be
-        # another.
+        # Nearly all numbers are the nearest ones; if dy were rounded to bfloat16, one in four would
+        # differ.
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
 
 
 def test_the_router_compiles():
-    """On CUDA it is part of a layer's graph, which must not break."""
+    """On CUDA the router is part of a layer's graph, which must not break."""
     torch.manual_seed(0)
     x, weight = (
         torch.randn(6, 16).to(BF16).requires_grad_(),
@@ -100,7 +102,7 @@ def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them():
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_the_head_adds_its_weight_gradient_inside_the_product(reduction):
-    """Of 8192 tokens two chunks; no float32 matrix of the vocabulary is added to another."""
+    """8192 tokens make two chunks; no float32 matrix of the vocabulary is added to another."""
     with FakeTensorMode(), FixedScalars(), plan_for_device("cuda"), Calls() as calls:
         hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
         labels = torch.zeros(8192, dtype=torch.int64)
@@ -114,7 +116,9 @@ def test_the_head_adds_its_weight_gradient_inside_the_product(reduction):
 
 @pytest.mark.parametrize(("top_k", "summed", "picked"), [(1, 0, 4), (4, 2, 2)])
 def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k, summed, picked):
-    """And picked where there is one row per token. Forward and backward, both ways."""
+    """If there is one row per token, the rows are picked instead. Both cases run forward and
+    backward.
+    """
     with FakeTensorMode(), plan_for_device("cuda"), Calls() as calls:
         x, rows = (
             torch.zeros(6, 8, dtype=BF16, requires_grad=True),
@@ -159,8 +163,8 @@ print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and
 def test_ranks_multiply_float32_whatever_an_image_sets(
     values,
 ):
-    """torch begins with TF32 in cuDNN, and in cuBLAS where the first variable is 1; cuBLAS obeys
-    the second alone.
+    """torch starts with TF32 in cuDNN, and also in cuBLAS if the first variable is 1; cuBLAS itself
+    obeys only the second one.
     """
     names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
     given = {name: value for name, value in zip(names, values, strict=True) if value is not None}

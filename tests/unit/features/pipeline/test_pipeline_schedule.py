@@ -12,8 +12,8 @@ from titanlite.train_step import order_turns
 
 
 class Stage:
-    """Runs turn after turn, one in each tick, if what it needs has come and what it sent has been
-    taken.
+    """Runs its turns in order, one in each tick, if the turn's input has arrived and its earlier
+    messages have been received.
     """
 
     def __init__(self, stages, degrees, num_micro_batches, ahead):
@@ -26,7 +26,7 @@ class Stage:
         stages.append(self)
 
     def ends(self, phase):
-        """Whether a turn begins, and whether it ends, with a message."""
+        """Return whether a turn begins with a message, and whether it ends with one."""
         is_first, is_last = self.number == 0, self.number == self.degrees.pp - 1
         return (not is_first, not is_last) if phase == "forward" else (not is_last, not is_first)
 
@@ -59,17 +59,18 @@ class Stage:
 
 @given(pp=st.integers(1, 8), num=st.integers(1, 40))
 def test_no_stage_waits_for_ever_and_none_waits_more_than_it_must(pp, num):
-    """Run in ticks, a forward or a backward each: what is sent in one can be used in the next.
+    """Each tick runs one forward or backward per stage; a message that is sent in one tick can be
+    used in the next.
 
-    A step then takes n + p - 1 forwards and as many backwards, so that a rank stands still in (p -
-    1) / (n + p - 1) of it, and as many turns are open as `turns_ahead` says. Messages are told
-    apart by their order alone: what is received must be that of the same micro-batch.
+    A step takes n + p - 1 forwards and as many backwards. A rank is therefore idle in (p - 1) / (n
+    + p - 1) of it, and `turns_ahead` says how many turns are open. The order alone identifies
+    messages, so each received message must be of the same micro-batch.
     """
     degrees = Degrees(pp=pp)
     stages = []
     for _ in range(pp):
         Stage(stages, degrees, num, degrees.turns_ahead(len(stages)))
-    messages = {}  # to a stage -> micro-batches
+    messages = {}  # (receiving stage, phase) -> micro-batches
     ticks = 0
     while running := [stage for stage in stages if stage.can_run()]:
         ticks += 1

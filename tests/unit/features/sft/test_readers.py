@@ -1,4 +1,4 @@
-"""Rows are what the files hold, whatever other rows have; from any row on; and damaged files."""
+"""Readers return exactly the rows of a file, starting from any row, and name damaged files."""
 
 import bz2
 import gzip
@@ -67,7 +67,7 @@ KEPT = {
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_lines_of_json_are_kept_as_they_are(tmp_path, kind):
-    """Types and keys of one row say nothing about those of another."""
+    """Types and keys of one row do not depend on other rows."""
     file = tmp_path / "a.jsonl"
     write_lines(file, KEPT[kind])
     assert [row for _, row in read_rows(file)] == KEPT[kind]
@@ -106,8 +106,8 @@ def test_lines_from_any_row_on(tmp_path_factory, lines, ends):
 
 
 def test_parquet_is_read_as_datasets_reads_it(tmp_path):
-    """What a column means is not in its storage alone: `datasets` writes objects of mixed types as
-    JSON text.
+    """The storage alone does not define a column: `datasets` writes objects of mixed types as JSON
+    text.
     """
     rows = [{"a": [{"b": 1, "d": b"x"}], "e": 1.5, "f": "g"}, {"a": [], "e": 2.5, "f": "h"}]
     Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
@@ -127,7 +127,7 @@ def test_parquet_is_read_as_datasets_reads_it(tmp_path):
 
 
 def test_csv_is_text(tmp_path, monkeypatch):
-    """Nothing is cached: a file that is written again has other rows, and no cache is needed."""
+    """The reader needs no cache and uses none: a file that is written again has other rows."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/proc/nowhere")
     file = tmp_path / "a.csv"
     file.write_bytes(_MARK + b'a,b\n1,NA\n"two\nlines",\n007,1.50\n"x ""y""",null\n')
@@ -159,7 +159,9 @@ COMPRESS = {
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_compressed_lines_are_the_same_rows(tmp_path, ending):
-    """Also of files that were made by appending one to another, as parallel compressors do."""
+    """This includes files that were made by appending one to another, as parallel compressors
+    do.
+    """
     contents = {
         "a.jsonl": _MARK + b'\n{"a": 1}\n \n{\n[2]\n',
         "a.v1.jsonl": b'{"a": 3}\n\n{"a": 4}',
@@ -180,7 +182,9 @@ def test_compressed_lines_are_the_same_rows(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_a_damaged_compressed_file_is_named(tmp_path, ending):
-    """It is no bad row that could be skipped, for nobody knows what is missing."""
+    """The damage is not a bad row that could be skipped, because nobody knows which rows are
+    missing.
+    """
     noise = random.Random(0)
     lines = [json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400)]
     whole = COMPRESS[ending](b"".join(lines))

@@ -1,5 +1,5 @@
-"""Sources that are mixed: shares, orders that depend on (seed, sample) alone, validation by source,
-what is shown.
+"""Mixed sources: shares, orders that depend only on (seed, sample), validation by source, and the
+logged values.
 """
 
 from collections import Counter
@@ -24,20 +24,24 @@ PINNED_BY_SIZE = [1041, 3012, 2028, 1009, 2012, 1047, 1066, 1011, 2043, 2015, 21
 
 
 def make_part(num_sequences, first_id):
-    """Sequence i has only the token first_id + i; a tenth of them is held out."""
+    """Make a dataset whose sequence i has only the token first_id + i; a tenth of the sequences is
+    held out.
+    """
     tokens = np.repeat(np.arange(first_id, first_id + num_sequences), SEQ_LEN)
     corpus = TokenizedCorpus(np.append(tokens, 1).astype(np.uint16), 0, first_id + num_sequences, 1)
     return PackedDataset(corpus, SEQ_LEN, 0.1)
 
 
 def make_mixture(weights=None):
-    """90, 180 and 27 training sequences, with the tokens 1000, 2000, 3000 and more."""
+    """Make a mixture of 90, 180 and 27 training sequences, with tokens from 1000, 2000 and 3000
+    on.
+    """
     parts = {"c": make_part(30, 3000), "a": make_part(100, 1000), "b": make_part(200, 2000)}
     return MixtureDataset(parts, weights and dict(zip("abc", weights, strict=True)))
 
 
 def ids(dataset, start, stop, seed=5):
-    """The token of each sample."""
+    """Return the token of each sample."""
     return dataset.batch(dataset.get_train_indices(seed, start, stop)).tokens[:, 0].tolist()
 
 
@@ -51,9 +55,9 @@ def test_shares_hold_in_every_period():
     for period in (0, 3):
         counts = Counter(kinds(ids(dataset, period * PERIOD, (period + 1) * PERIOD)))
         assert counts == {1: PERIOD // 8, 2: PERIOD // 4, 3: PERIOD * 5 // 8}
-    # Weights that do not divide a period are as near as they can be.
+    # If weights do not divide a period, the quotas are as near as possible.
     assert make_mixture([4, 2, 1]).order.quotas.tolist() == [9362, 4681, 2341]
-    # And nearly in every part of one, as in a random order.
+    # Every part of a period has nearly the same shares, like a random order.
     counts = Counter(kinds(ids(dataset, 1000, 3000)))
     assert all(
         abs(counts[kind] / 2000 - share) < 0.05
@@ -62,9 +66,7 @@ def test_shares_hold_in_every_period():
 
 
 def test_each_source_goes_through_its_own_epochs():
-    """Whatever the others do: the samples of a source are those that it would give alone, in that
-    order.
-    """
+    """The samples of a source, and their order, do not depend on the other sources."""
     dataset = make_mixture([1, 2, 5])
     found = ids(dataset, 0, 2 * PERIOD + 50)
     for kind, (name, _, part) in enumerate(dataset.sources, start=1):
@@ -146,7 +148,8 @@ def test_validation_takes_each_source_by_itself():
         sets = [
             make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)
         ]
-        # 10, 12 and 3 sequences: what a sequence counts makes up for it.
+        # The sources hold out 10, 12 and 3 sequences, and the weight of a sequence compensates for
+        # the difference.
         weights = [pytest.approx([1, (2 / 12) / (1 / 10), (5 / 3) / (1 / 10)])] * num_ranks
         assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
         seen = {"a": [], "b": [], "c": []}
@@ -164,7 +167,9 @@ def test_validation_takes_each_source_by_itself():
 def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
     weights,
 ):
-    """No sequence comes again before its source has given all others, and none is left out."""
+    """Each sequence of a source comes again only after all its other sequences, and none is left
+    out.
+    """
     before = make_loader(make_mixture([3, 2, 1]))
     seen = [ids(before.dataset, 4 * step, 4 * step + 4) for step in range(25)]
     taken = before.get_taken(25)
@@ -181,7 +186,7 @@ def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
             .tolist()
         )
         assert own == alone and len(own) > 15
-    # Resumed once more, with the same mixture, it is the same order, with the same offsets.
+    # A second resume with the same mixture has the same order and the same offsets.
     again = make_loader(make_mixture(weights))
     again.start_from(40, 160, taken=after.get_taken(40))
     assert again.dataset.offsets == after.dataset.offsets
@@ -202,9 +207,7 @@ def test_a_source_that_is_new_begins_with_its_first_sequence():
 
 @pytest.fixture
 def make_sources(make_job, tmp_path):
-    """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in files of their
-    own.
-    """
+    """`make_sources(sources, **settings)`: 40 rows "a N" and 80 rows "b N" in separate files."""
 
     def make(weights=(3, 1), **settings):
         job = make_job([], **{"seq_len": 64, "packing": False, **settings})
@@ -221,7 +224,7 @@ def make_sources(make_job, tmp_path):
 
 
 def get_rows(loader, start, stop):
-    """Source and row of each sample."""
+    """Return source and row of each sample."""
     indices = loader.dataset.get_train_indices(loader.seed, start, stop).tolist()
     return [get_shown_documents(loader.dataset, index)[0].place for index in indices]
 

@@ -1,5 +1,5 @@
-"""Stand-ins follow transformers' operations exactly; what they cannot follow is converted whole;
-nothing is silent.
+"""Placeholders follow transformers' operations exactly, tensors that they cannot follow are
+converted whole, and every problem is reported.
 """
 
 import os
@@ -26,7 +26,7 @@ from titanlite.models.families.config_json import transformers_config
 
 
 def assembled(traced, sources):
-    """The tensor that a stand-in describes, element by element from its sources."""
+    """Return the tensor that a placeholder describes, element by element from its sources."""
     out = torch.full(traced.shape, -1)
     for part in traced.parts:
         block = sources[part.key][Region(part.source_starts, part.source_lengths).slices]
@@ -91,7 +91,7 @@ def build(folder):
 
 
 def edited(folder, out, edit):
-    """A copy of a checkpoint with other tensors."""
+    """Return a copy of a checkpoint with other tensors."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     edit(tensors)
@@ -139,7 +139,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_names(mixtral, tmp_path,
 
 
 def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
-    """Of the experts' weights, a rank reads what its region needs, not the experts of others."""
+    """A rank reads only the expert weights that its region needs, not the experts of other
+    ranks.
+    """
     model = build(mixtral)
     provider = weights_of(mixtral, model)
     plan = materialize(model, "cpu", [provider])
@@ -172,8 +174,9 @@ def fused(tensors):
     ("kind", "edit", "whole"), [("transposed", transposed, {"down_proj"}), ("fused", fused, set())]
 )
 def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, edit, whole):
-    """A transposed weight is converted whole, a fused one is cut as it is read; both are saved as
-    they were. Of what is converted to be saved, a rank keeps what it writes.
+    """A transposed weight is converted whole, and a fused one is cut while it is read; both are
+    saved in their original layout. Of the tensors that are converted for the save, a rank keeps
+    only the part that it writes.
     """
     if kind == "fused" and not hasattr(core_model_loading, "Split"):
         pytest.skip("needs transformers 5.23")

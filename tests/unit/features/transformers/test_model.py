@@ -1,4 +1,6 @@
-"""What a model of transformers declares, what it notices about itself, and what is refused."""
+"""The declarations of a transformers model, the facts it finds out about itself, and its
+refusals.
+"""
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ def config_of(name):
 
 @pytest.mark.parametrize("name", ALL_MODELS)
 def test_every_tensor_has_a_source_without_a_checkpoint(name):
-    """Recipes are those of transformers: means and deviations of what it draws, tensor by
-    tensor.
+    """The initial values are drawn as transformers draws them, with the same mean and deviation for
+    each tensor.
     """
     ours = build_transformers(config_of(name))
     materialize(ours, "cpu", seed=3)
@@ -35,8 +37,8 @@ def test_every_tensor_has_a_source_without_a_checkpoint(name):
     for key, value in ours.transformers_model.state_dict().items():
         wanted = expected[key].float()
         spread = 0.0 if value.numel() == 1 else wanted.std().item()
-        # The mean and the deviation of n draws vary by at most spread / sqrt(n); two such differ by
-        # 6 of those never.
+        # The mean and the deviation of n draws vary by at most spread / sqrt(n), and two of them
+        # never differ by 6 times that.
         bound = 6 * spread / value.numel() ** 0.5 + 1e-6
         assert value.float().mean().item() == pytest.approx(wanted.mean().item(), abs=bound), key
         if value.numel() > 1:
@@ -83,8 +85,8 @@ def test_a_tensor_that_nobody_fills_makes_the_plan_fail_with_its_name(spoil, lat
 
 
 def test_reading_sources_moves_no_generator(monkeypatch):
-    """Neither that of the CPU nor, by a seed for all devices, those of the GPUs, which dropout
-    draws from.
+    """It changes neither the CPU's generator nor, by a seed for all devices, the GPUs' generators,
+    from which dropout draws.
     """
 
     def seed_all(seed):
@@ -112,7 +114,7 @@ def test_a_buffer_that_is_drawn_at_random_has_no_source():
         materialize(TransformersModel(inner, config_of("llama"), sources_of(inner)), "cpu")
 
 
-# --- what a model shows at its first forward
+# --- facts from the first forward
 
 
 def batch():
@@ -128,7 +130,7 @@ def test_the_loss_knows_soft_caps(cap, plain):
     model = build_transformers(transformers_config(hf, "test"))
     materialize(model, "cpu")
     with torch.no_grad():
-        model.transformers_model.lm_head.weight *= 50  # logits that a cap changes
+        model.transformers_model.lm_head.weight *= 50  # logits large enough for a cap to change
     tokens, labels, documents = batch()
     loss = model(tokens, labels, None, documents).cross_entropy
     logits = model(tokens, None, None, documents)

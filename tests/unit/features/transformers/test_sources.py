@@ -1,4 +1,4 @@
-"""Where the tensors of a class come from without a checkpoint: all ways in which classes of
+"""The initial values of a class's tensors if no checkpoint has them: all ways in which classes of
 transformers write them.
 """
 
@@ -36,7 +36,7 @@ def tied_config():
 
 
 class Odd(nn.Module):
-    """Parameters by what writes them."""
+    """Parameters, grouped by the code that writes them."""
 
     def __init__(self):
         super().__init__()
@@ -50,17 +50,17 @@ class Odd(nn.Module):
         self.sliced, self.data_row, self.scaled, self.covered, self.plain = (
             empty() for _ in range(5)
         )
-        # These are written here alone.
+        # Only these lines write the following parameters.
         self.two_rows, self.column = empty(), empty(16, 16)
         self.alpha = nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
         self.legacy_values = nn.Parameter(torch.normal(0.0, 0.5, size=SHAPE))
         self.attention = nn.MultiheadAttention(16, 2)
         self.linear = nn.Linear(16, 24)
-        # On the CPU whatever the device context says.
+        # This tensor is on the CPU, whatever the device context says.
         self.legacy = nn.Parameter(torch.FloatTensor(*SHAPE))
         self.register_buffer("table", torch.tensor([1.0, 2.0]))
         self.register_buffer("flag", torch.Tensor([True]))
-        # a pair in memory
+        # A complex number is a pair in memory.
         self.register_buffer("rotation", torch.view_as_complex(torch.arange(8.0).view(4, 2)))
 
 
@@ -82,7 +82,7 @@ class OddModel(PreTrainedModel):
     def _init_weights(self, module):
         init = initialization
         if module is self.head:
-            # after the embedding, whose own init stays when they are tied
+            # This comes after the embedding, whose own init stays if both are tied.
             init.normal_(module.weight, std=3.0)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=0.02)
@@ -121,8 +121,8 @@ def odd(monkeypatch):
 
 
 def test_what_a_class_writes_is_what_it_gets(odd):
-    """Values that do not depend on chance are equal; of the others mean, deviation and mean size
-    are.
+    """Values that do not depend on chance are equal; random ones agree in mean, deviation and mean
+    size.
     """
     materialize(odd, "cpu", seed=1)
     models = []
@@ -163,8 +163,8 @@ def test_sources_are_recipes_where_one_plain_call_draws_all(odd):
 
 
 def test_a_checkpoint_fills_what_constructors_put_elsewhere(odd):
-    """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context: DiffLlama and
-    XLNet.
+    """`torch.normal(size=...)` and `torch.FloatTensor` ignore the device context; DiffLlama and
+    XLNet use them.
     """
     stored = OddModel._from_config(tied_config()).state_dict()
     assert all(tensor.is_meta for tensor in odd.transformers_model.state_dict().values())
@@ -183,7 +183,9 @@ def draw(odd, name, region, seed):
 
 @pytest.mark.parametrize("name", ["odd.drawn", "odd.legacy_values", "odd.linear.weight"])
 def test_a_unit_is_drawn_with_the_same_bits_for_every_part(odd, name):
-    """The seed decides, not the run's generator, the order, nor who holds what."""
+    """The values depend on the seed, but not on the run's generator, the order, or the distribution
+    over ranks.
+    """
     everything = Region((0, 0), SHAPE)
     before = torch.get_rng_state()
     whole = draw(odd, name, everything, 1)
@@ -197,7 +199,9 @@ def test_a_unit_is_drawn_with_the_same_bits_for_every_part(odd, name):
 
 
 def test_layers_are_drawn_one_at_a_time():
-    """Of two layers of Mamba each has numbers of its own, and only a unit's tensors are real."""
+    """Each of two Mamba layers has different numbers, and only one unit's tensors are real at a
+    time.
+    """
     config = MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     model = build_transformers(transformers_config(config.to_dict(), "test"))
     names = [f"backbone.layers.{i}.mixer.conv1d.weight" for i in range(2)]
@@ -239,7 +243,7 @@ def test_what_is_not_written_completely_is_found(odd, monkeypatch, write):
 
 
 def test_a_class_may_ask_for_values_that_its_constructor_drew(odd, monkeypatch):
-    """On meta there are none, so the parameters of such a module have no recipe."""
+    """Values do not exist on meta, so the parameters of such a module have no initializer."""
     plain = OddModel._init_weights
 
     def initialize(self, module):
