@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.ops.adamw import FIRST_FACTOR, HIGH_FACTOR, SECOND_FACTOR, STEP_FACTOR
-from titanlite.ops.launchers import INTERPRETED, device_of
+from titanlite.ops.launchers import INTERPRETED, cdiv, device_of
 
 BLOCK, WARPS = 64 if INTERPRETED else 1024, 4
 FACTORS = {"STEP": STEP_FACTOR, "HIGH": HIGH_FACTOR, "ONE": FIRST_FACTOR, "TWO": SECOND_FACTOR}
@@ -125,5 +125,5 @@ def adamw_rounded(
     columns, count = param.shape[1], param.numel()
     options = {**FACTORS, "WHOLE_ROWS": columns == row, "BLOCK": BLOCK, "num_warps": WARPS}
     with device_of(param):
-        grid = (triton.cdiv(count, BLOCK),)
+        grid = (cdiv(count, BLOCK),)
         adamw_kernel[grid](*tensors, count, columns, first, row, *key, *numbers, eps, **options)
