@@ -39,6 +39,8 @@ def certify_checkpoints(parts: Parts) -> None:
     """
     run, stepper = parts.run, parts.stepper
     job, start = run.job, run.start
+    if not job.checkpoint.enable:
+        return
     known = on_first_rank(lambda: read_certificate(start.folder) if start else {})
     base, path = known.get("base", {}), job.checkpoint.initial_load_path
     # `certify` must not hold the checkpointer, which holds it: the folder's lock ends with the run.
