@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -310,8 +311,10 @@ class WeightCopies:
         if copy is None:
             copy = local_of(param).to(self.dtype).requires_grad_(param.requires_grad)
             if param.requires_grad:
-                # A node of Python for each parameter would cost the host five times as much.
-                copy.register_post_accumulate_grad_hook(partial(_take_gradient, param))
+                # A node of Python for each parameter would cost the host five times as much. torch
+                # holds the hook where the garbage collector does not look, so the hook must not
+                # hold the parameter, which holds the copy: both would stay forever.
+                copy.register_post_accumulate_grad_hook(partial(_take_gradient, ref(param)))
             if param.dtype == torch.float32:
                 vars(copy)["find_total"] = partial(_find_total, param)  # for `moe_experts`
             self.by_param[param] = copy, _state_of(param)
@@ -340,12 +343,13 @@ def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
     return total, False
 
 
-def _take_gradient(param: nn.Parameter, copy: torch.Tensor) -> None:
+def _take_gradient(find_param: "ref[nn.Parameter]", copy: torch.Tensor) -> None:
     """Add the gradient of a copy to that of its parameter. There is none if the matmul has added it
     already.
     """
     grad, copy.grad = copy.grad, None
-    if grad is None:
+    param = find_param()
+    if grad is None or param is None:
         return
     if param.grad is None:
         param.grad = sharded_like(param, grad.to(param.dtype))

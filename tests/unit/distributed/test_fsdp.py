@@ -1,5 +1,8 @@
 """Which modules become FSDP units, on ranks that are not there."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,3 +189,17 @@ def _place(rank, degrees):
         rank // degrees.tp % degrees.fsdp,
         rank % degrees.tp,
     )
+
+
+def test_copies_leave_with_their_parameter():
+    def train():
+        weight = torch.nn.Parameter(torch.randn(3, 4))
+        copies = WeightCopies(torch.bfloat16)
+        vars(weight)["copies"] = copies
+        copies.read(weight).sum().backward()
+        assert weight.grad is not None
+        return ref(weight), ref(copies)
+
+    remaining = train()
+    gc.collect()
+    assert [find() for find in remaining] == [None, None]
