@@ -25,6 +25,7 @@ from titanlite.ops.kernels import operator
 from titanlite.ops.matmul import get_launchers, resolve_backend, sum_over_rows
 
 IGNORE_INDEX = -100
+_CACHED_LOGITS = 1 << 19  # as many as stay in a core's cache, in float32
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,10 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
         return get_launchers().softmax_statistics(logits, column)
     wide = logits.to(_wide(logits))
     maximum = wide.amax(dim=-1)
-    total = (wide - maximum.unsqueeze(-1)).exp_().sum(dim=-1)
+    # Block by block, because a copy of all logits would go through main memory.
+    rows = max(1, _CACHED_LOGITS // wide.shape[-1])
+    blocks = zip(wide.split(rows), maximum.unsqueeze(-1).split(rows), strict=True)
+    total = torch.cat([(block - peak).exp_().sum(dim=-1) for block, peak in blocks])
     return maximum, total, wide.gather(-1, column).squeeze(-1)
 
 
