@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 
 from titanlite.features.lora import block_formats_triton as blocks
 from titanlite.features.lora.block_formats import BLOCK_FORMATS
-from titanlite.ops import adamw_triton as adamw
+from titanlite.features.rounded_adamw import adamw_triton as adamw
 from titanlite.ops import delta_inputs_triton as inputs
 from titanlite.ops import elementwise_triton as elementwise
 from titanlite.ops import gated_delta_triton as delta

@@ -79,6 +79,7 @@ from titanlite.features.record.run_files import (
     say_end,
 )
 from titanlite.features.record.unreached import report_unreached
+from titanlite.features.rounded_adamw.optimizer import build_rounded_adamw
 from titanlite.features.sft.build import build_sft
 from titanlite.features.sft.chat_template import with_chat_date
 from titanlite.features.streams.mixture import build_mixture
@@ -542,8 +543,10 @@ def build_optimizer(job: JobConfig, model: Model, dims: ParallelDims) -> torch.o
             return build_muon(model, job.optimizer, dims.stage_group)
         case name if is_extension(name):
             return build_custom_optimizer(model, job.optimizer)
+        case _ if job.optimizer.state_dtype == "bfloat16":
+            return build_rounded_adamw(model, job.optimizer, job.training.seed)
         case _:
-            return build_adamw(model, job.optimizer, job.training.seed)
+            return build_adamw(model, job.optimizer)
 
 
 def build_objective(job: JobConfig, vocab_size: int) -> Objective:

@@ -1,11 +1,9 @@
 """The configured optimizer: which parameters it trains, and which steps it takes."""
 
-import hashlib
-import struct
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,9 +14,8 @@ from titanlite.base.errors import ConfigError, TrainingError, TransientError, ra
 from titanlite.base.log import logger
 from titanlite.base.text import parse_multipliers, split_patterns
 from titanlite.config.schema import OptimizerSection
-from titanlite.materialize.layout import local_of, num_values, region_of
+from titanlite.materialize.layout import local_of, num_values
 from titanlite.materialize.plan import clean_name
-from titanlite.ops.adamw import Rates, adamw_rounded
 
 _LEAST_BFLOAT16_LR = 1e-3
 
@@ -53,100 +50,14 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
-class RoundedAdamW(LocalAdamW):
-    """AdamW with moments in bfloat16, rounded stochastically, as weights in bfloat16 are.
-
-    A bfloat16 moment that is rounded to nearest does not change if a step changes it by less than
-    1/512, which is so for beta2 = 0.999. The random bits depend on `seed` and the parameters'
-    `names`.
-    """
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        section: OptimizerSection,
-        names: Mapping[nn.Parameter, str],
-        seed: int,
-    ) -> None:
-        super().__init__(groups, replace(section, implementation="fused"))
-        self.defaults["state_dtype"] = torch.bfloat16
-        self._keys = {param: _make_key(seed, name) for param, name in names.items()}
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        for param in group["params"]:
-            if param.grad is not None and not self.state[param]:
-                moments = (torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2))
-                step = torch.zeros((), dtype=torch.float32, device=local_of(param).device)
-                self.state[param] = dict(zip(group["state_names"], (step, *moments), strict=True))
-        return super()._init_group(group, *lists)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Update all parameters that have a gradient; with `found_inf` = 1 nothing changes."""
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            params, grads, means, squares, _, steps = lists
-            if not params:
-                continue
-            torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
-            beta1, beta2 = group["betas"]
-            rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-            stepped = (param for param in group["params"] if param.grad is not None)
-            for param, step, *tensors in zip(
-                stepped, steps, params, grads, means, squares, strict=True
-            ):
-                self._step_one(param, step, tensors, found_inf, rates)
-
-    def _step_one(
-        self,
-        param: nn.Parameter,
-        step: torch.Tensor,
-        tensors: list[torch.Tensor],
-        found_inf: torch.Tensor | None,
-        rates: Rates,
-    ) -> None:
-        """Update this rank's part of one parameter; `tensors` are local."""
-        region, shape = region_of(param), tuple(param.shape)
-        if not region.numel:
-            return
-        width, column, columns = 1, 0, 1
-        if len(shape) > 1:
-            width, column, columns = shape[-1], region.starts[-1], region.lengths[-1]
-        rows = [tensor.reshape(-1, columns) for tensor in tensors]
-        done = 0
-        for start, count in region.row_runs(shape):
-            some = [tensor[done : done + count] for tensor in rows]
-            done += count
-            first = start * width + column
-            adamw_rounded(
-                *some,
-                step=step,
-                found_inf=found_inf,
-                rates=rates,
-                key=self._keys[param],
-                first=first,
-                row=width,
-            )
-
-
-def _make_key(seed: int, name: str) -> tuple[int, int]:
-    digest = hashlib.blake2b(f"adamw:{seed}:{name}".encode(), digest_size=8).digest()
-    return struct.unpack("<ii", digest)
-
-
-def build_adamw(model: nn.Module, section: OptimizerSection, seed: int = 0) -> LocalAdamW:
+def build_adamw(model: nn.Module, section: OptimizerSection) -> LocalAdamW:
     """Build AdamW for the trained parameters. Its groups include parameters held by other ranks,
     which are never updated here.
 
     Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
     """
     _, groups = group_parameters(model, section)
-    if section.state_dtype == "float32":
-        return LocalAdamW(groups, section)
-    names = {param: clean_name(name) for name, param in model.named_parameters()}
-    return RoundedAdamW(groups, section, names, seed)
+    return LocalAdamW(groups, section)
 
 
 def group_parameters(

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import OptimizerSection
+from titanlite.features.rounded_adamw.optimizer import build_rounded_adamw
 from titanlite.launch.process_group import fake_ranks
 from titanlite.optim.optimizer import build_adamw, step_if_finite
 
@@ -28,7 +29,7 @@ def build(implementation="fused", **changes):
     torch.manual_seed(0)
     model = Model()
     if implementation == "rounded":
-        return model, build_adamw(model, OptimizerSection(state_dtype="bfloat16", **changes))
+        return model, build_rounded_adamw(model, OptimizerSection(**changes), 0)
     return model, build_adamw(model, OptimizerSection(implementation=implementation, **changes))
 
 

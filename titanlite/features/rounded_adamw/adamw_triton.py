@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.adamw import FIRST_FACTOR, HIGH_FACTOR, SECOND_FACTOR, STEP_FACTOR
+from titanlite.features.rounded_adamw.adamw import (
+    FIRST_FACTOR,
+    HIGH_FACTOR,
+    SECOND_FACTOR,
+    STEP_FACTOR,
+)
 from titanlite.ops.launchers import INTERPRETED, cdiv, device_of
 
 BLOCK, WARPS = 64 if INTERPRETED else 1024, 4

@@ -33,7 +33,7 @@ class Rates(NamedTuple):
 _kernel = define_operator(
     "adamw_rounded(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq,"
     " Tensor step, Tensor? found_inf, float[] rates, int[] key, int first, int row) -> ()",
-    "titanlite.ops.adamw_triton",
+    "titanlite.features.rounded_adamw.adamw_triton",
     lambda *_: None,
 )
 

@@ -1,0 +1,1 @@
+"""AdamW with moments, and weights, in bfloat16 that are rounded stochastically."""
