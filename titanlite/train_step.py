@@ -72,7 +72,8 @@ class TrainStep:
         )
         self.finite_guard = FiniteGuard(run.device, max_nonfinite)
         self.timer = StepTimer(run.device)
-        # True: the next steps measure the gradients after each backward, for `StepResult.backwards`
+        self.is_logged = True  # the trainer logs the next step
+        # True: logged steps measure the gradients after each backward, for `StepResult.backwards`
         self.measures_backwards = False
         # trained parameters without a gradient; known after the first step
         self.unreached: list[str] | None = None
@@ -96,7 +97,7 @@ class TrainStep:
         sums = torch.zeros(2 + len(objective.metric_names), device=self.device)
         norm_device = torch.device("cpu") if self.job.training.enable_cpu_offload else self.device
         units_of = squares = None
-        if self.measures_backwards:
+        if self.is_logged and self.measures_backwards:
             counts = torch.stack([objective.count(batch) for batch in micro_batches])
             units_of = self.sum_over_data(counts)
             squares = torch.zeros(count, dtype=torch.float64, device=norm_device)

@@ -121,6 +121,7 @@ class Trainer:
             self.stopping = checkpointer.agree(is_stop_requested())  # a signal while loading
             if self.step == 0 and not self.stopping:
                 self.assess(last=False)  # the model before training
+            stepper.measures_backwards = self.metrics.reads_backwards
             window = Window()
             while self.step < job.training.steps and not (
                 self.stopping or self.parts.results.out_of_patience
@@ -133,7 +134,7 @@ class Trainer:
                 is_first = stepper.unreached is None
                 last = self.step + 1 == job.training.steps
                 is_logged = (self.step + 1) % job.metrics.log_freq == 0 or self.step == 0 or last
-                stepper.measures_backwards = is_logged and self.metrics.reads_backwards
+                stepper.is_logged = is_logged
                 window.results.append(stepper.train_step(micro_batches))
                 if is_first and stepper.unreached:
                     self.watch.report_unreached(self.model, stepper.unreached, self.step)
