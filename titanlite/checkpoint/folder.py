@@ -37,13 +37,14 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredTensor(NamedTuple):
     """One tensor of a safetensors file: `dtype` and `shape` are as on disk, and `offset` is the
     position of its first byte in the file.
+
+    A quantized weight has scales, one for each `block` of (rows, columns): see `quantized`.
     """
 
     key: str
@@ -52,17 +53,18 @@ class StoredTensor(NamedTuple):
     file: Path
     offset: int
     nbytes: int
+    scale: "StoredTensor | None" = None
+    block: tuple[int, ...] = ()
 
-    def rows(self, start: int, length: int) -> "StoredTensor":
-        """Return `length` rows (indices of the first dim), from `start` on, as a stored tensor."""
-        size = self.nbytes // max(self.shape[0], 1)
-        return self._replace(
-            shape=(length, *self.shape[1:]), offset=self.offset + start * size, nbytes=length * size
-        )
+    @property
+    def is_packed(self) -> bool:
+        """Return True for an MXFP4 weight, which has two values per byte; `shape` counts values."""
+        return self.scale is not None and self.dtype == torch.uint8
 
-    def index(self, i: int) -> "StoredTensor":
-        """Return index `i` of the first dim, without that dim."""
-        return self.rows(i, 1)._replace(shape=self.shape[1:])
+    def moved(self, files: Mapping[Path, Path]) -> "StoredTensor":
+        """Return the same tensor in other files, by the file where it is."""
+        scale = self.scale and self.scale.moved(files)
+        return self._replace(file=files[self.file], scale=scale)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -128,55 +130,6 @@ def shown(text: object) -> str:
     return safe if len(safe) <= 200 else f"{safe[:197]}..."
 
 
-# FP8 weights with scales, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3), are dequantized while
-# they are read. `name.weight` (R, C) is float8_e4m3fn; `name.weight_scale_inv` (ceil(R / 128),
-# ceil(C / 128)) has one scale per block of 128 x 128, or of another size that config.json declares.
-# The weight is the product of codes and scales.
-
-
-def companions(key: str) -> list[str]:
-    """Return the keys that the scales of an FP8 weight may have, and the keys of activation scales,
-    which are ignored.
-    """
-    module = key.removesuffix(".weight")
-    own = (".scale", ".qscale_weight", ".activation_scale", ".input_scale") if module != key else ()
-    return [f"{key}_scale_inv", f"{key}_scale", *(module + suffix for suffix in own)]
-
-
-def find_scale(
-    stored: StoredTensor, tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
-) -> tuple[StoredTensor, tuple[int, int]]:
-    """Return the scales of an FP8 weight, (r, c) of (R, C) or (E, r, c) of (E, R, C), and the block
-    that one scale covers.
-
-    `tensors` are all stored tensors. `declared` is the block in config.json, or None for one scale
-    per tensor; blocks may be cut at the edges.
-
-    Raises ValueError: the scales are missing, or do not fit.
-    """
-    scale = next((tensors[key] for key in companions(stored.key)[:4] if key in tensors), None)
-    if scale is None:
-        raise ValueError(
-            f"{shown(stored.key)} is {stored.dtype} without factors ({shown(stored.key)}_scale_inv)"
-        )
-    if declared is None and scale.shape in ((), (1,)):
-        scale = scale._replace(shape=(1, 1))
-    if len(stored.shape) in (2, 3):
-        *experts, rows, columns = stored.shape
-        block = declared or (rows, columns)
-        if scale.shape == (*experts, *scale_shape((rows, columns), block)):
-            return scale, block
-    raise ValueError(
-        f"{shown(scale.key)} has shape {scale.shape}, which does not fit {stored.shape} in blocks "
-        f"of {declared or 'the whole tensor'}"
-    )
-
-
-def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight of `shape`."""
-    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
-
-
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -194,10 +147,8 @@ class Stored:
 
     tensors: dict[str, StoredTensor]
     file_bytes: dict[Path, int]
-    # rows and columns of the block of an FP8 weight that shares a scale
-    block: tuple[int, int] | None = (128, 128)
-    # keys that are saved in float32 again, although most of the stored bytes are in smaller dtypes
-    in_float32: frozenset[str] = frozenset()
+    # True if tensors in float32 are saved in float32 again: most bytes are in smaller dtypes
+    keeps_float32: bool = False
 
 
 def read_model_headers(folder: Path) -> Stored:

@@ -17,17 +17,15 @@ from titanlite.base.log import logger
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases, warn_of_collapsed_bias
 from titanlite.checkpoint.description import TokenIds, describe_model
 from titanlite.checkpoint.folder import (
-    FP8,
     INDEX_FILE,
     OWN_FOLDER,
     Stored,
-    companions,
+    StoredTensor,
     read_headers,
     read_json,
     read_model_headers,
     shown,
 )
-from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names, with_base_prefix
 from titanlite.checkpoint.pieces import (
     BASE,
@@ -43,13 +41,8 @@ from titanlite.checkpoint.pieces import (
     is_sidecar,
     whole,
 )
-from titanlite.checkpoint.reader import (
-    Placed,
-    SafetensorsReader,
-    place,
-    place_packed,
-    read_region,
-)
+from titanlite.checkpoint.quantized import attach_scales, describe_misfit
+from titanlite.checkpoint.reader import Placed, SafetensorsReader, read_region
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import ModelConfig
 from titanlite.config.assets import assets_folder
@@ -71,6 +64,7 @@ from titanlite.models.families.keys import describe_unreadable, find_quantizatio
 from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
+_WIDE = (torch.float32, torch.float64)
 _SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -127,16 +121,10 @@ def weights_of(
 def _read_stored(folder: Path, exact: bool) -> Stored:
     def read() -> tuple[Path, Stored]:
         stored = read_model_headers(folder)
-        wide = {
-            key: t.nbytes
-            for key, t in stored.tensors.items()
-            if t.dtype in (torch.float32, torch.float64)
-        }
         # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
         # are; if the majority is, the whole folder is in float32.
-        in_float32 = frozenset(
-            wide if 2 * sum(wide.values()) < sum(t.nbytes for t in stored.tensors.values()) else ()
-        )
+        sizes = [(t.dtype in _WIDE, t.nbytes) for t in stored.tensors.values()]
+        keeps_float32 = 2 * sum(n for is_wide, n in sizes if is_wide) < sum(n for _, n in sizes)
         own = [
             folder / OWN_FOLDER / SIDECAR_FILE,
             *sorted((folder / OWN_FOLDER).glob("weights*.safetensors")),
@@ -151,14 +139,13 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         if problem := describe_unreadable(quantization):
             raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
         block = {"weight_block_size": (128, 128), **(quantization or {})}["weight_block_size"]
-        return folder, replace(stored, block=block and tuple(block), in_float32=in_float32)
+        tensors = attach_scales(stored.tensors, block and tuple(block))
+        return folder, Stored(tensors, stored.file_bytes, keeps_float32)
 
     place_of_first, stored = on_first_rank(read)
     if place_of_first != folder:  # this machine's copy is in a different folder
         here = {file: folder / file.relative_to(place_of_first) for file in stored.file_bytes}
-        tensors = {
-            key: tensor._replace(file=here[tensor.file]) for key, tensor in stored.tensors.items()
-        }
+        tensors = {key: tensor.moved(here) for key, tensor in stored.tensors.items()}
         file_bytes = {here[file]: size for file, size in stored.file_bytes.items()}
         stored = replace(stored, tensors=tensors, file_bytes=file_bytes)
     warn_of_collapsed_bias(folder, stored)
@@ -194,8 +181,14 @@ class StoredWeights:
     def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
         """Return the source of a tensor that consists of the stored `parts`."""
         self._placed[name] = shape, parts
-        keeps_float32 = not self.stored.in_float32.isdisjoint(part.stored.key for part in parts)
-        return Read(self.reader, name, shape, keeps_float32)
+        return Read(self.reader, name, shape, self._keeps_float32(part.stored for part in parts))
+
+    def _keeps_float32(self, parts: Iterable[StoredTensor]) -> bool:
+        """Return True if a tensor that consists of `parts` is saved in float32 again; not if they
+        are its full-precision copy, which is stored beside it.
+        """
+        wide = (part.key for part in parts if part.dtype in _WIDE)
+        return self.stored.keeps_float32 and any(not k.startswith(MASTER_PREFIX) for k in wide)
 
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
@@ -224,7 +217,6 @@ class HFCheckpoint(StoredWeights):
         self._has_head = (
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
-        self._packed = find_packed(self.stored.tensors)
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         claims: list[tuple[str, Source | Unfit]] = []
@@ -247,7 +239,8 @@ class HFCheckpoint(StoredWeights):
             absent = (piece.key for piece in pieces if piece.key not in self.stored.tensors)
             missing = dict.fromkeys(absent)
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
-            parts = [part for piece in found for part in self._place(piece, used, problems)]
+            parts = [Placed(self.stored.tensors[piece.key], piece) for piece in found]
+            problems += [problem for part in parts if (problem := self._misfit(part))]
             claims += [(name, Unfit(problem)) for problem in dict.fromkeys(problems)]
             claims.append((name, self._claim_parts(name, info.shape, parts)))
         claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
@@ -293,30 +286,20 @@ class HFCheckpoint(StoredWeights):
         is_fused = self.layout.key(name) in self.stored.tensors
         layout = replace(self.layout, is_fused=is_fused)
         pieces = list(checkpoint_pieces(name, shape, self._config, layout))
-        if pieces[0].key in self._packed:  # MXFP4 is never transposed, unlike other fused experts
-            return [replace(pieces[0], key=f"{pieces[0].key}_blocks", shape=shape)]
-        return pieces
+        stored = self.stored.tensors.get(pieces[0].key)
+        # MXFP4 is never transposed, unlike other fused experts
+        return [whole(stored.key, shape)] if stored is not None and stored.is_packed else pieces
 
-    def _place(self, piece: Piece, used: set[str], problems: list[str]) -> list[Placed]:
-        stored = self.stored.tensors[piece.key]
-        if (packed := self._packed.get(piece.key.removesuffix("_blocks"))) is not None:
-            used.add(packed[1].key)
-            if problem := describe_misfit(packed, piece.shape, *piece.shape[1:]):
-                problems.append(f"{self.name}: {problem}.")
-            return [] if problem else place_packed(packed, piece.region)
+    def _misfit(self, part: Placed) -> str:
+        """Return why a stored tensor does not fit the piece of the model that it holds, or ""."""
+        stored, piece = part
         if stored.shape != piece.shape:
-            problems.append(
+            return (
                 f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects "
                 f"{piece.shape}."
             )
-        used.update(companions(piece.key) if stored.dtype in FP8 else ())
-        try:
-            factors = self.stored.tensors, self.stored.block
-            is_transposed = piece.is_transposed
-            return place(stored, piece.region, *factors, piece.row, is_transposed=is_transposed)
-        except ValueError as error:
-            problems.append(f"{self.name}: {error}.")
-            return []
+        problem = describe_misfit(stored)
+        return problem and f"{self.name}: {problem}."
 
 
 def is_equal(first: Read, second: Read) -> bool:
@@ -392,13 +375,11 @@ class NativeFormat:
             shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
             if is_sidecar(entry.fqn, family):
                 if entry.fqn in used:
-                    sidecar.append(Item.of(whole(entry.fqn, shape), stored, *shard))
+                    sidecar.append(Item(whole(entry.fqn, shape), stored, *shard))
                 continue
-            model += [Item.of(piece, stored, *shard) for piece in self.pieces(entry.fqn, shape)]
+            model += [Item(piece, stored, *shard) for piece in self.pieces(entry.fqn, shape)]
             if exact and stored.itemsize < entry.dtype.itemsize:
-                masters.append(
-                    Item.of(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard)
-                )
+                masters.append(Item(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard))
         return [file for stem, held in items.items() if held for file in lay_out(held, stem)]
 
 

@@ -29,10 +29,7 @@ def with_base_prefix(stored: Stored, larger_prefix: str = _BASE) -> Stored:
     else:
         return stored
     tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.tensors.items()]
-    in_float32 = frozenset(names.get(key, key) for key in stored.in_float32)
-    return replace(
-        stored, tensors={tensor.key: tensor for tensor in tensors}, in_float32=in_float32
-    )
+    return replace(stored, tensors={tensor.key: tensor for tensor in tensors})
 
 
 def explain_absent_head(where: str) -> str:

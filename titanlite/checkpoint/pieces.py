@@ -7,6 +7,7 @@ exist. A family may have its own names, rows in a different order, and names of 
 contains it.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -60,16 +61,40 @@ def find_layout(keys: Collection[str], family: Family) -> Layout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor, or some of its rows; `key` and `shape` are as on disk.
+    """The place of a region of a run-time tensor in a checkpoint tensor; `key` and `shape` are as
+    on disk.
 
-    Several pieces with the same key are in the order of their rows, and together fill the tensor.
+    On disk the elements of the region follow one another, from `row` on; the numbers of dims may
+    differ. Several pieces with the same key are in the order of their rows, and together fill the
+    tensor.
     """
 
     key: str
     shape: tuple[int, ...]
-    region: Region  # region of the run-time tensor; leading dims of length 1 are dropped on disk
-    row: int = 0  # first row of the stored tensor that holds the region
-    is_transposed: bool = False  # on disk the last two dims are swapped
+    region: Region
+    row: int = 0
+    is_transposed: bool = False  # on disk the last two dims of the region are swapped
+
+    def as_stored(self, box: Region) -> Region:
+        """Return `box`, a part of the region, relative to the region, with dims in the order on
+        disk.
+        """
+        here = box.within(self.region)
+        return here.transposed() if self.is_transposed else here
+
+    def runs(self, box: Region) -> Iterator[tuple[int, int]]:
+        """Yield (first element of the checkpoint tensor, number of elements) of the ranges that
+        hold `box`, in the order of `as_stored(box)`.
+        """
+        before = self.row * math.prod(self.shape[1:])
+        for first, count in self.as_stored(box).runs(self.as_stored(self.region).lengths):
+            yield before + first, count
+
+    def slabs(self, box: Region, elements: int) -> Iterator[Region]:
+        """Return `box` in parts of at most `elements` elements, in the order on disk."""
+        if not self.is_transposed:
+            return box.slabs(elements)
+        return (slab.transposed() for slab in box.transposed().slabs(elements))
 
 
 def is_sidecar(name: str, family: Family) -> bool:

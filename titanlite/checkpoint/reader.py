@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,108 +26,40 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.base.process import read_ranks_here
 from titanlite.base.text import format_size
-from titanlite.checkpoint import mxfp4
-from titanlite.checkpoint.folder import FP8, Stored, StoredTensor, find_scale
-from titanlite.checkpoint.pieces import bytes_of, whole
+from titanlite.checkpoint import quantized
+from titanlite.checkpoint.folder import Stored, StoredTensor
+from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.materialize import ReadRequest, Region, TensorReader
 from titanlite.materialize.layout import Encoding, rows_of
 
 JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with a buffer, and without
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A stored tensor and the region of the run-time tensor that it holds; `scale` has the scales
-    of an FP8 weight, or of an MXFP4 weight, whose codes are uint8.
-    """
+class Placed(NamedTuple):
+    """A stored tensor, and the piece of a run-time tensor that it holds."""
 
     stored: StoredTensor
-    region: Region
-    scale: StoredTensor | None = None
-    block: tuple[int, int] = (128, 128)
-    row: int = 0  # first row of `stored` in the tensor that `scale` belongs to
-    is_transposed: bool = False  # the last two dims of `stored` are those of `region`, swapped
-
-    @property
-    def is_packed(self) -> bool:
-        """Return True for an MXFP4 weight."""
-        return self.scale is not None and self.stored.dtype == torch.uint8
-
-    def box_of(self, box: Region) -> Region:
-        """Return `box`, a part of the run-time tensor, in coordinates of `stored`."""
-        here = box.within(self.region)
-        return here.transposed() if self.is_transposed else here
+    piece: Piece
 
 
-def place_packed(
-    packed: tuple[StoredTensor, StoredTensor], region: Region, *, is_transposed: bool = False
-) -> list[Placed]:
-    """Return an MXFP4 weight that fills `region`, as a stored tensor of its codes with its
-    scales.
-    """
-    blocks, scales = packed
-    *outer, count, size = blocks.shape
-    codes = blocks._replace(shape=(*outer, count * size))
-    block = (1, mxfp4.BLOCK)
-    return [Placed(codes, region, scales, block, is_transposed=is_transposed)]
-
-
-def place(
-    stored: StoredTensor,
-    region: Region,
-    tensors: Mapping[str, StoredTensor],
-    block: tuple[int, int] | None,
-    row: int = 0,
-    *,
-    is_transposed: bool = False,
-) -> list[Placed]:
-    """Return a stored tensor with its region; in FP8 one entry per matrix, with its scales. Raises
-    as `find_scale`. If the region has fewer rows, it is stored from `row` on.
-    """
-    if is_transposed:
-        placed = place(stored, region.transposed(), tensors, block, row)
-        return [
-            replace(each, region=each.region.transposed(), is_transposed=True) for each in placed
-        ]
-    part = stored
-    if len(region.lengths) == len(stored.shape) and region.lengths[:1] < stored.shape[:1]:
-        part = stored.rows(row, region.lengths[0])
-    if stored.dtype not in FP8:
-        return [Placed(part, region)]
-    scale, block = find_scale(stored, tensors, block)
-    if len(stored.shape) == 2:
-        return [Placed(part, region, scale, block, row)]
-    return [
-        Placed(
-            stored.index(i),
-            Region((start, *region.starts[1:]), (1, *region.lengths[1:])),
-            scale.index(i),
-            block,
-        )
-        # one entry per expert
-        for i, start in enumerate(range(region.starts[0], region.starts[0] + stored.shape[0]))
-    ]
-
-
-@dataclass(frozen=True)
-class _Overlap:
+class _Overlap(NamedTuple):
     """The overlap `box`, in the run-time tensor's coordinates, of a stored tensor and a request."""
 
-    placed: Placed
+    stored: StoredTensor
+    piece: Piece
     request: ReadRequest
     box: Region
 
     @property
-    def stored(self) -> StoredTensor:
-        return self.placed.stored
-
-    @property
-    def is_copy(self) -> bool:
-        """Return True if the file's bytes are the shard's bytes, in memory on the host."""
+    def is_direct(self) -> bool:
+        """Return True if the file's bytes are those of one range of the shard, on the host."""
         target = self.request.destination
-        is_raw = self.placed.scale is None and self.request.encoding is None
-        is_raw = is_raw and not self.placed.is_transposed
-        return is_raw and target.device.type == "cpu" and target.dtype == self.stored.dtype
+        is_raw = self.stored.scale is None and self.request.encoding is None
+        if not is_raw or self.piece.is_transposed:
+            return False
+        here = self.box.within(self.request.region)
+        is_one_range = len([*islice(here.runs(self.request.region.lengths), 2)]) == 1
+        return is_one_range and target.device.type == "cpu" and target.dtype == self.stored.dtype
 
 
 class SafetensorsReader:
@@ -151,14 +83,15 @@ class SafetensorsReader:
         self._threads = threads or io_threads()
 
     @classmethod
-    def of_keys(cls, name: str, stored: Stored, keys: Iterable[str]) -> "SafetensorsReader":
+    def of_keys(
+        cls, name: str, stored: Stored, keys: Iterable[str], threads: int = 0
+    ) -> "SafetensorsReader":
         """Return a reader of whole stored tensors; their names are their `keys` on disk."""
         placed = {}
         for key in keys:
             tensor = stored.tensors[key]
-            region = whole(key, tensor.shape).region
-            placed[key] = tensor.shape, place(tensor, region, stored.tensors, stored.block)
-        return cls(name, placed, stored.file_bytes)
+            placed[key] = tensor.shape, [Placed(tensor, whole(key, tensor.shape))]
+        return cls(name, placed, stored.file_bytes, threads)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to the destination's dtype.
@@ -175,7 +108,7 @@ class SafetensorsReader:
         parts = [part for request in requests for part in self._parts(request)]
         parts.sort(key=lambda part: (str(part.stored.file), part.stored.offset, part.box.starts))
         needed = {part.stored.file for part in parts}
-        needed.update(part.placed.scale.file for part in parts if part.placed.scale is not None)
+        needed.update(part.stored.scale.file for part in parts if part.stored.scale is not None)
         with opened(self._file_bytes, needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
 
@@ -200,15 +133,15 @@ class SafetensorsReader:
                 f"{where}: {request.name} has a shard that is not contiguous in memory."
             )
         left = region.numel
-        for placed in self._tensors[request.name][1]:
-            if box := placed.region.overlap(region):
+        for stored, piece in self._tensors[request.name][1]:
+            if box := piece.region.overlap(region):
                 left -= box.numel
                 if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:
                     raise CheckpointError(
-                        f"{where}: {placed.stored.key} has parts of rows of {request.name}, which "
+                        f"{where}: {stored.key} has parts of rows of {request.name}, which "
                         f"cannot be kept as {request.encoding.name}."
                     )
-                yield _Overlap(placed, request, box)
+                yield _Overlap(stored, piece, request, box)
         if left:
             raise CheckpointError(
                 f"{where}: {request.name} is incomplete: {left} elements are missing."
@@ -310,44 +243,19 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
     buffers = threading.local()
     for part in parts:
         size = part.stored.dtype.itemsize
-        memory = _memory(part)
-        if memory is not None:
-            for box in part.box.within(part.placed.region).slabs(DIRECT_BYTES // size):
-                nbytes = box.numel * size
-                yield partial(_read_bytes, files, part.placed, box, memory[:nbytes])
-                memory = memory[nbytes:]
+        if part.is_direct:
+            for box in part.box.slabs(DIRECT_BYTES // size):
+                yield partial(_read_directly, files, part._replace(box=box))
             continue
         elements = JOB_BYTES // size
-        if part.placed.scale is not None:
+        if part.stored.scale is not None:
             # one byte on disk becomes four bytes of the float32 value, and four of its scale
             elements //= 8
-        is_transposed = part.placed.is_transposed
         if part.request.encoding is not None:  # whole rows
+            is_transposed = part.piece.is_transposed
             elements = max(elements, math.prod(part.box.lengths[-2 if is_transposed else -1 :]))
-        for box in slabs(part.box, elements, is_transposed=is_transposed):
-            yield partial(_read, files, replace(part, box=box), buffers)
-
-
-def slabs(box: Region, elements: int, *, is_transposed: bool) -> Iterator[Region]:
-    """Yield parts of `box` of at most `elements` elements, in the order in which they are
-    stored.
-    """
-    if not is_transposed:
-        return box.slabs(elements)
-    return (slab.transposed() for slab in box.transposed().slabs(elements))
-
-
-@torch.no_grad()
-def _memory(part: _Overlap) -> memoryview | None:
-    """Return the memory that a part is read into without a buffer; None if it is not contiguous."""
-    if not part.is_copy:
-        return None
-    request = part.request
-    (first, count), *more = islice(part.box.within(request.region).runs(request.region.lengths), 2)
-    if more:
-        return None
-    size = part.stored.dtype.itemsize
-    return bytes_of(request.destination.view(-1))[first * size : (first + count) * size]
+        for box in part.piece.slabs(part.box, elements):
+            yield partial(_read, files, part._replace(box=box), buffers)
 
 
 @dataclass
@@ -375,31 +283,33 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
+def _read_directly(files: Mapping[Path, int], part: _Overlap) -> None:
+    """Read one part into the memory of the shard."""
+    request = part.request
+    shard = request.destination.view(request.region.lengths)
+    target = shard[part.box.within(request.region).slices]
+    _read_runs(files, part.stored, part.piece.runs(part.box), target.view(-1))
+
+
+@torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
-    request = part.request
-    placed = part.placed
-    stored = part.stored
+    stored, piece, request, _ = part
     encoding = request.encoding
     device = request.destination.device
-    box = placed.box_of(part.box)
+    box = piece.as_stored(part.box)
     nbytes = box.numel * stored.dtype.itemsize
     buffer = _buffer(buffers, device, nbytes)
-    raw = buffer.memory[:nbytes]
-    if not placed.is_packed:
-        _read_bytes(files, placed, box, bytes_of(raw))
-    values = raw.view(stored.dtype).view(box.lengths)
     is_kept = False
-    if placed.scale is not None:
-        is_kept = encoding is not None and encoding.keeps(stored.dtype, placed.block)
-        is_kept = is_kept and not placed.is_transposed
-        kept_by = encoding if is_kept else None
-        values = (
-            _read_packed(files, placed, box, kept_by)
-            if placed.is_packed
-            else _dequantize(files, placed, box, values, kept_by)
-        )
-    if placed.is_transposed:
+    if stored.scale is not None:
+        is_kept = encoding is not None and encoding.keeps(stored.dtype, stored.block)
+        is_kept = is_kept and not piece.is_transposed
+        values = _read_quantized(files, stored, piece, box, encoding if is_kept else None)
+    else:
+        values = buffer.memory[:nbytes].view(stored.dtype)
+        _read_runs(files, stored, piece.runs(part.box), values)
+        values = values.view(box.lengths)
+    if piece.is_transposed:
         values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
@@ -416,64 +326,52 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
         buffer.stream.synchronize()  # the buffer is reused at once; other threads continue
 
 
-def _read_bytes(files: Mapping[Path, int], placed: Placed, box: Region, memory: memoryview) -> None:
-    """Read `box`, in coordinates of the stored tensor, into `memory`."""
-    stored = placed.stored
+def _read_runs(
+    files: Mapping[Path, int],
+    stored: StoredTensor,
+    runs: Iterable[tuple[int, int]],
+    values: torch.Tensor,
+) -> None:
+    """Read `runs` of elements (first, count) into the contiguous one-dimensional `values`."""
     size = stored.dtype.itemsize
-    for first, length in box.runs(placed.box_of(placed.region).lengths):
-        nbytes = length * size
+    memory = bytes_of(values)
+    for first, count in runs:
+        nbytes = count * size
         read_bytes(files, stored.file, memory[:nbytes], stored.offset + first * size)
         memory = memory[nbytes:]
 
 
-def _read_packed(
-    files: Mapping[Path, int], placed: Placed, box: Region, kept_by: Encoding | None
-) -> torch.Tensor:
-    """Read the blocks and scales of an MXFP4 weight in `box`; return float32 values, or blocks and
-    scales packed as `kept_by` stores them.
-    """
-    assert placed.scale is not None
-    (*starts, left), (*lengths, width) = box.starts, box.lengths
-    first = left // mxfp4.BLOCK
-    count = -(-(left + width) // mxfp4.BLOCK) - first
-    found = []
-    for part, size in ((placed.stored, mxfp4.BLOCK // 2), (placed.scale, 1)):
-        touched = Region((*starts, first * size), (*lengths, count * size))
-        held = torch.empty(math.prod(lengths), count * size, dtype=torch.uint8)
-        memory = bytes_of(held.view(-1))
-        for start, length in touched.runs(part.shape):
-            read_bytes(files, part.file, memory[:length], part.offset + start)
-            memory = memory[length:]
-        found.append(held)
-    blocks, scales = found
-    if kept_by is not None:
-        return kept_by.keep(blocks, mxfp4.read_scales(scales))
-    values = mxfp4.unpack(blocks.unflatten(1, (count, -1)), scales)
-    before = left - first * mxfp4.BLOCK
-    return values[:, before : before + width].reshape(box.lengths)
-
-
-def _dequantize(
+def _read_quantized(
     files: Mapping[Path, int],
-    placed: Placed,
+    stored: StoredTensor,
+    piece: Piece,
     box: Region,
-    codes: torch.Tensor,
     kept_by: Encoding | None,
 ) -> torch.Tensor:
-    """Read the scales; return float32 values, or codes and scales packed as `kept_by` stores
-    them.
+    """Read codes and scales in `box`, as `Piece.as_stored` returns it; return float32 values, or
+    codes and scales packed as `kept_by` stores them.
     """
-    assert placed.scale is not None
-    (top, left), (height, width), block = box.starts[-2:], box.lengths[-2:], placed.block
-    top += placed.row
-    rows = torch.arange(top, top + height) // block[0]
-    columns = torch.arange(left, left + width, 1 if kept_by is None else block[1]) // block[1]
-    needed = placed.scale.rows(int(rows[0]), int(rows[-1] - rows[0]) + 1)
-    dtype = torch.float8_e8m0fnu if needed.dtype == torch.uint8 else needed.dtype  # exponents
-    factors = torch.empty(needed.shape, dtype=dtype)
-    read_bytes(files, needed.file, bytes_of(factors.view(-1)), needed.offset)
-    factors = factors.to(torch.float32)[(rows - rows[0])[:, None], columns]
-    codes = codes.view(height, width)
+    assert stored.scale is not None
+    height, width = stored.block
+    dims = len(stored.shape)
+    (*outer, top, left), lengths = box.starts[-dims:], box.lengths[-dims:]
+    box = Region((*outer, top + piece.row, left), lengths)
+
+    def read(tensor: StoredTensor, rows: int, columns: int) -> torch.Tensor:
+        """Read the blocks that `box` touches."""
+        touched = box.in_blocks(rows, columns)
+        values = torch.empty(touched.lengths, dtype=tensor.dtype)
+        _read_runs(files, tensor, touched.runs(tensor.shape), values.view(-1))
+        return values
+
+    per_byte = 2 if stored.is_packed else 1
+    shape = (*stored.shape[:-1], stored.shape[-1] // per_byte)
+    codes = read(stored._replace(shape=shape), 1, per_byte)
+    scales = quantized.read_scales(read(stored.scale, height, width))
+    rows = torch.arange(box.starts[-2], box.ends[-2]) // height
+    columns = torch.arange(left, left + lengths[-1]) // width
+    scales = scales[..., rows - rows[0], :]
     if kept_by is not None:
-        return kept_by.keep(codes, factors)
-    return codes.to(torch.float32).mul_(factors).view(box.lengths)
+        return kept_by.keep(codes.flatten(0, -2), scales.flatten(0, -2))
+    values = quantized.decode(codes)[..., left % per_byte :][..., : lengths[-1]]
+    return values.mul_(scales[..., columns - columns[0]])

@@ -81,7 +81,7 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
         states, share_out((value for _, value in states), plan.group), strict=True
     ):
         piece = whole(key, tuple(value.shape))
-        items.append(Item.of(piece, value.dtype, local_of(value), region_of(value), share.mine))
+        items.append(Item(piece, value.dtype, local_of(value), region_of(value), share.mine))
     return lay_out(items, _OPTIMIZER) if items else []
 
 

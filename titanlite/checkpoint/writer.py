@@ -5,13 +5,12 @@ communication. Nothing is gathered. A shard that must be cast, or is on a GPU, i
 time.
 """
 
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from titanlite.checkpoint.reader import (
     JOB_BYTES,
     io_threads,
     run_jobs,
-    slabs,
     timed,
 )
 from titanlite.materialize import Region
@@ -39,55 +37,34 @@ _Copies = dict[_Identity, torch.Tensor]
 
 @dataclass(frozen=True)
 class Item:
-    """One stored tensor, with `key`, `dtype` and `shape` as on disk, and this rank's shard of it.
-    An item may also hold only some rows; the items of the following rows then come next.
+    """A piece of a tensor to save in `dtype`, and this rank's shard of the run-time tensor. Items
+    of one key follow one another, in the order of their rows.
 
-    If the tensor is not in memory, `local` is empty, and `read` returns a part of `region` in
-    `dtype`. The rank that writes it reads consecutive parts, from several threads.
+    If the tensor is not in memory, `local` is empty, and `read` returns a part of the piece's
+    region in `dtype`. The rank that writes it reads consecutive parts, from several threads.
     """
 
-    key: str
+    piece: Piece
     dtype: torch.dtype
-    region: Region  # the part of the run-time tensor that is stored
-    shape: tuple[int, ...]
     # this rank's shard of the run-time tensor, not a DTensor, on any device; a write casts it
     local: torch.Tensor
     local_region: Region
     mine: bool  # True if this rank writes the shard, of all ranks that hold it
-    read: Callable[[Region], torch.Tensor] | None = None
     name: str = ""  # name of the run-time tensor, if it belongs to the model
-    is_transposed: bool = False  # on disk the last two dims are swapped
+    read: Callable[[Region], torch.Tensor] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        piece: Piece,
-        dtype: torch.dtype,
-        local: torch.Tensor,
-        local_region: Region,
-        mine: bool,
-        name: str = "",
-    ) -> "Item":
-        return cls(
-            piece.key,
-            dtype,
-            piece.region,
-            piece.shape,
-            local,
-            local_region,
-            mine,
-            name=name,
-            is_transposed=piece.is_transposed,
-        )
+    @property
+    def key(self) -> str:
+        return self.piece.key
 
     @property
     def nbytes(self) -> int:
-        return self.region.numel * self.dtype.itemsize
+        return self.piece.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: its header, and every item with the position of its first byte in the file."""
+    """One file: its header, and every item with the position of its tensor in the file."""
 
     name: str
     header: bytes
@@ -105,26 +82,28 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
     `file_bytes` (4 GiB).
     """
     limit = FILE_BYTES if file_bytes is None else file_bytes
-    groups: list[list[Item]] = [[]]
+    groups: list[list[list[Item]]] = [[]]
     used = 0
-    for item in items:
-        is_new = not groups[-1] or groups[-1][-1].key != item.key
-        nbytes = math.prod(item.shape) * item.dtype.itemsize
-        if groups[-1] and is_new and used + nbytes > limit:
+    for _, same_key in groupby(items, key=lambda item: item.key):
+        pieces = list(same_key)
+        nbytes = sum(item.nbytes for item in pieces)
+        if groups[-1] and used + nbytes > limit:
             groups.append([])
             used = 0
-        groups[-1].append(item)
-        used += item.nbytes
+        groups[-1].append(pieces)
+        used += nbytes
     files = []
-    for i, held in enumerate(groups):
-        *starts, nbytes = accumulate((item.nbytes for item in held), initial=0)
+    for i, tensors in enumerate(groups):
+        sizes = (sum(item.nbytes for item in pieces) for pieces in tensors)
+        *starts, nbytes = accumulate(sizes, initial=0)
         header = encode_header(
-            (x.key, x.dtype, x.shape, start)
-            for x, start, before in zip(held, starts, [None, *held], strict=False)
-            if before is None or before.key != x.key
+            (pieces[0].key, pieces[0].dtype, pieces[0].piece.shape, start)
+            for pieces, start in zip(tensors, starts, strict=True)
         )
         placed = tuple(
-            (item, len(header) + start) for item, start in zip(held, starts, strict=True)
+            (item, len(header) + start)
+            for pieces, start in zip(tensors, starts, strict=True)
+            for item in pieces
         )
         number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         files.append(
@@ -185,13 +164,14 @@ def write_items(
 
 def _boxes(item: Item) -> Iterator[Region]:
     """Yield boxes, one per write, that cover this rank's part of an item."""
-    held = item.region if item.read is not None else item.region.overlap(item.local_region)
+    region = item.piece.region
+    held = region if item.read is not None else region.overlap(item.local_region)
     if held is None:
         return
     local = item.local
     is_copy = item.read is None and local.device.type == "cpu" and local.dtype == item.dtype
     elements = (DIRECT_BYTES if is_copy else JOB_BYTES) // item.dtype.itemsize
-    yield from slabs(held, elements, is_transposed=item.is_transposed)
+    yield from item.piece.slabs(held, elements)
 
 
 @torch.no_grad()
@@ -204,17 +184,13 @@ def _write(
     else:  # cast on the shard's device
         local = item.local.reshape(item.local_region.lengths)
         values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
-    here = box.within(item.region)
-    shape = item.region
-    if item.is_transposed:
+    if item.piece.is_transposed:
         values = values.mT
-        here = here.transposed()
-        shape = shape.transposed()
     memory = bytes_in(values.contiguous())
     size = item.dtype.itemsize
     sums = [(0, 0)]
     summand = 0
-    for first, length in here.runs(shape.lengths):
+    for first, length in item.piece.runs(box):
         nbytes = length * size
         if has_digest:
             summand += digest(memory[:nbytes], first * size)

@@ -30,23 +30,17 @@ from titanlite.base.hf_objects import build_config
 from titanlite.base.log import logger
 from titanlite.base.text import format_size, list_names
 from titanlite.checkpoint.description import describe_larger
-from titanlite.checkpoint.folder import FP8, StoredTensor, companions, find_scale, shown
+from titanlite.checkpoint.folder import Stored, StoredTensor, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import (
     BASE,
     MASTER_PREFIX,
     PREDICTION_KEY,
-    bytes_of,
     part_of,
     whole,
 )
-from titanlite.checkpoint.reader import (
-    SafetensorsReader,
-    opened,
-    place,
-    read_bytes,
-    read_region,
-)
+from titanlite.checkpoint.quantized import FP8, describe_misfit, detach_scales
+from titanlite.checkpoint.reader import SafetensorsReader, read_region
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, TransformersConfig
 from titanlite.materialize import Region, SourceProvider
@@ -103,18 +97,24 @@ class CarriedTensors:
     """
 
     def __init__(self, source: Any, config: AnyModelConfig, dtype: torch.dtype) -> None:
-        self._name, self._config, self._dtype, self._block = (
-            source.name,
-            config,
-            dtype,
-            source.stored.block,
-        )
+        self._name = source.name
+        self._config = config
+        self._dtype = dtype
         tensors: Mapping[str, StoredTensor] = source.stored.tensors
         is_part = isinstance(config, ModelConfig) and source.layout.prefix != BASE
         self._larger = Path(source.folder) if is_part else None  # folder of the larger model
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
-        self._stored = {key: tensors[key] for key in source.passengers}
-        self._scales = self._take_scales()
+        carried = [part for key in source.passengers for part in detach_scales(tensors[key])]
+        self._stored = {tensor.key: tensor for tensor in carried}
+        raise_problems(
+            CheckpointError,
+            self._name,
+            [
+                f"{problem}. Dequantize the checkpoint with transformers first."
+                for tensor in carried
+                if (problem := describe_misfit(tensor))
+            ],
+        )
         # For each copy, the stored tensors that it may be a copy of, the likeliest first.
         self._copies = self._find_copies(tensors)
 
@@ -189,7 +189,7 @@ class CarriedTensors:
         """Read the passengers from the checkpoint in `folder`, which has `files`, from now on."""
         places = {
             item.key: StoredTensor(
-                item.key, item.dtype, item.shape, folder / file.name, start, item.nbytes
+                item.key, item.dtype, item.piece.shape, folder / file.name, start, item.nbytes
             )
             for file in files
             for item, start in file.items
@@ -197,22 +197,6 @@ class CarriedTensors:
         }
         self._file_bytes = {folder / file.name: file.nbytes for file in files}
         self._stored = places
-
-    def _take_scales(self) -> dict[str, StoredTensor]:
-        """Remove the scales of FP8 weights from the passengers, and return them."""
-        scales, problems = dict[str, StoredTensor](), list[str]()
-        for key, tensor in self._stored.items():
-            if tensor.dtype in FP8:
-                scales |= {
-                    name: self._stored[name] for name in companions(key) if name in self._stored
-                }
-                try:
-                    find_scale(tensor, scales, self._block)
-                except ValueError as error:
-                    problems.append(f"{error}. Dequantize the checkpoint with transformers first.")
-        raise_problems(CheckpointError, self._name, problems)
-        self._stored = {key: tensor for key, tensor in self._stored.items() if key not in scales}
-        return scales
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
         """Find the passengers whose names are those of token tables: layers for multi-token
@@ -240,49 +224,27 @@ class CarriedTensors:
             (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         )
         loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
+        stored = Stored(self._stored, self._file_bytes)
+        reader = SafetensorsReader.of_keys(self._name, stored, self._stored, threads=1)
         for key, tensor in self._stored.items():
             if key in originals:
-                items.append(replace(saved[originals[key]], key=key))
+                original = saved[originals[key]]
+                items.append(replace(original, piece=replace(original.piece, key=key)))
                 continue
             turn = loads.index(min(loads))
             loads[turn] += tensor.nbytes
-            if tensor.dtype in FP8:
-                dtype, region = self._dtype, whole(key, tensor.shape).region
-                placed = {key: (tensor.shape, place(tensor, region, self._scales, self._block))}
-                reader = SafetensorsReader(self._name, placed, self._file_bytes, threads=1)
-                read = partial(read_region, reader, key, dtype=dtype)
-            else:  # as one contiguous dim
-                dtype, region = (
-                    tensor.dtype,
-                    whole(key, (tensor.nbytes // tensor.dtype.itemsize,)).region,
-                )
-                read = partial(_read_elements, tensor, self._file_bytes)
-            items.append(
-                Item(key, dtype, region, tensor.shape, torch.empty(0), region, turn == rank, read)
-            )
+            dtype = self._dtype if tensor.dtype in FP8 else tensor.dtype
+            piece = whole(key, tensor.shape)
+            read = partial(_read, reader, key, dtype)
+            nothing = torch.empty(0)
+            items.append(Item(piece, dtype, nothing, piece.region, mine=turn == rank, read=read))
         return items
 
 
-def _read_bytes(
-    tensor: StoredTensor, file_bytes: Mapping[Path, int], start: int, nbytes: int
-) -> torch.Tensor:
-    """Read `nbytes` (uint8) from the byte `start` of a stored tensor."""
-    found = torch.empty(nbytes, dtype=torch.uint8)
+def _read(reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region) -> torch.Tensor:
     try:
-        with opened(file_bytes, [tensor.file]) as files:
-            read_bytes(files, tensor.file, bytes_of(found), tensor.offset + start)
+        return read_region(reader, key, region, dtype)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error} It has tensors that every save copies. Put it back as it was."
         ) from None
-    return found
-
-
-def _read_elements(
-    tensor: StoredTensor, file_bytes: Mapping[Path, int], region: Region
-) -> torch.Tensor:
-    """Read a region of a stored tensor as if it had one dim."""
-    size = tensor.dtype.itemsize
-    return _read_bytes(tensor, file_bytes, region.starts[0] * size, region.lengths[0] * size).view(
-        tensor.dtype
-    )

@@ -54,6 +54,15 @@ class Region:
             return self
         return Region(tuple(map(operator.sub, self.starts, outer.starts)), self.lengths)
 
+    def in_blocks(self, rows: int, columns: int) -> "Region":
+        """Return the blocks of the last two dims, of `rows` and `columns`, that the region touches,
+        counted in blocks.
+        """
+        sizes = (*(1 for _ in self.starts[:-2]), rows, columns)
+        starts = tuple(map(operator.floordiv, self.starts, sizes))
+        ends = (-(-end // size) for end, size in zip(self.ends, sizes, strict=True))
+        return Region(starts, tuple(map(operator.sub, ends, starts)))
+
     def transposed(self) -> "Region":
         """Return the region with its last two dims swapped."""
         starts, lengths = (

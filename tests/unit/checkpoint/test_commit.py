@@ -24,6 +24,7 @@ from titanlite.checkpoint.commit import (
     remove_old,
     step_folder,
 )
+from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.writer import Item, lay_out
 from titanlite.materialize import Region
 
@@ -39,7 +40,7 @@ def files_of(value, size=100, file_bytes=None):
     region = Region((0,), (size,))
     tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
     items = [
-        Item(name, torch.float32, region, (size,), tensor, region, True)
+        Item(whole(name, (size,)), torch.float32, tensor, region, mine=True)
         for name, tensor in tensors.items()
     ]
     return lay_out(items, "model", file_bytes)

@@ -13,13 +13,19 @@ from safetensors.torch import save_file
 
 from tests.loading import hf_checkpoint
 from titanlite.base.errors import CheckpointError, ConfigError, PlanError
-from titanlite.checkpoint.folder import read_header, scale_shape
+from titanlite.checkpoint.folder import read_header
+from titanlite.checkpoint.pieces import whole
+from titanlite.checkpoint.quantized import attach_scales
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region, build_plan, materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 
 QWEN3_MOE = families()["qwen3_moe"].presets["debug"]
+
+
+def scale_shape(shape, block):
+    return tuple(-(-size // length) for size, length in zip(shape, block, strict=True))
 
 
 def quantized(shape, block, seed, scale_dtype=torch.float32):
@@ -62,7 +68,8 @@ def open_weight(folder, weight, scale, block, two_files=False):
     for path, tensors in zip(paths, files, strict=True):
         save_file(tensors, path)
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
-    placed = Placed(stored["w"], Region((0, 0), tuple(weight.shape)), stored["w_scale_inv"], block)
+    tensor = attach_scales(stored, block)["w"]
+    placed = Placed(tensor, whole("w", tensor.shape))
     return SafetensorsReader(
         "here",
         {"w": (tuple(weight.shape), [placed])},

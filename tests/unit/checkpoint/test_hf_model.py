@@ -309,5 +309,9 @@ def test_exact_reads_what_the_run_had(tmp_path):
             f"titanlite/weights-0000{i + 1}-of-00002.safetensors",
         )
     assert_equal(load(tmp_path, QWEN3_MOE, exact=True), weights, but=["expert_bias"])
+    source = hf_checkpoint(tmp_path, QWEN3_MOE, exact=True)
+    entries = build_plan(build_decoder(QWEN3_MOE), [source]).entries
+    params = [entry for entry in entries if entry.info.kind == "parameter"]
+    assert {entry.saved_dtype(torch.bfloat16) for entry in params} == {torch.bfloat16}
     rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()}
     assert_equal(load(tmp_path, QWEN3_MOE), rounded, but=["expert_bias"])

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from titanlite.base.errors import CheckpointError
+from titanlite.checkpoint import pieces
 from titanlite.checkpoint.folder import DTYPES, read_header
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
 from titanlite.materialize import ReadRequest, Region
@@ -45,7 +46,8 @@ def open_reader(paths, threads=0):
     """Open a reader that has every stored tensor under its own key."""
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     placed = {
-        key: (tensor.shape, [Placed(tensor, whole(tensor.shape))]) for key, tensor in stored.items()
+        key: (tensor.shape, [Placed(tensor, pieces.whole(key, tensor.shape))])
+        for key, tensor in stored.items()
     }
     return SafetensorsReader(
         "here", placed, {path: path.stat().st_size for path in paths}, threads

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from titanlite.checkpoint import pieces
 from titanlite.checkpoint.folder import DTYPES
 from titanlite.checkpoint.writer import (
     Item,
@@ -22,6 +23,7 @@ from titanlite.checkpoint.writer import (
     write_items,
 )
 from titanlite.materialize import Region
+from titanlite.materialize.digest import MODULUS, bytes_in, digest
 
 MIB = 1 << 20
 
@@ -36,15 +38,8 @@ def item(key, tensor, dtype=None, local_region=None, mine=True):
     """
     local_region = whole(tensor.shape) if local_region is None else local_region
     local = tensor[local_region.slices]
-    return Item(
-        key,
-        dtype or tensor.dtype,
-        whole(tensor.shape),
-        tuple(tensor.shape),
-        local,
-        local_region,
-        mine,
-    )
+    piece = pieces.whole(key, tuple(tensor.shape))
+    return Item(piece, dtype or tensor.dtype, local, local_region, mine)
 
 
 def random_tensor(shape, dtype=torch.float32, seed=0):
@@ -130,6 +125,21 @@ def test_all_dtypes_and_shapes_load_with_equal_bits(tmp_path):
     assert [key for key, tensor in tensors.items() if not same_bits(loaded[key], tensor)] == []
     with safe_open(tmp_path / names[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
+
+
+def test_rows_in_another_order_have_the_digest_of_the_stored_tensor(tmp_path):
+    tensor = random_tensor((6, 8))
+    items = [
+        Item(piece, tensor.dtype, tensor, whole(tensor.shape), mine=True)
+        for piece in pieces.in_rows("w", (6, 8), [(4, 2), (0, 4)])
+    ]
+    files = lay_out([item("a", tensor), *items], "model")
+    create_files(tmp_path, files)
+    digests = {"w": 0}
+    write_items(tmp_path, files, "writing", digests)
+    stored = load_file(tmp_path / "model.safetensors")["w"]
+    assert torch.equal(stored, tensor[[4, 5, 0, 1, 2, 3]])
+    assert digests["w"] % MODULUS == digest(bytes_in(stored))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

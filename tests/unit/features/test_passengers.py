@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.saving import model_files, save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
+from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.checkpoint.pieces import find_passengers
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
-from titanlite.features import passengers
 from titanlite.features.passengers import find_carried
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.materialize import materialize
@@ -170,13 +170,13 @@ def test_they_are_never_in_memory(saved, tmp_path, monkeypatch):
     with_more(saved, tmp_path / "base", {"mtp.large": large})
     plan, carried = carried_in(tmp_path / "base")
     sizes = list[int]()
-    read = passengers.read_bytes
+    read = reader.read_bytes
 
     def counting(files, file, view, offset):
         sizes.append(len(view))
         read(files, file, view, offset)
 
-    monkeypatch.setattr(passengers, "read_bytes", counting)
+    monkeypatch.setattr(reader, "read_bytes", counting)
     files, _ = snapshot(carried.add_to(model_files(plan, GLM, torch.float32)), {})
     assert sizes == []
     create_files(tmp_path, files)

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from titanlite.checkpoint.mxfp4 import E2M1
+from titanlite.checkpoint.quantized import E2M1
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.layout import Region, set_encoding

@@ -33,7 +33,7 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.hf_model import HFFormat, format_of
 from titanlite.checkpoint.pieces import Layout, Piece, in_rows, stored_rows
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, place
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.config import AnyModelConfig, ModelConfig
 from titanlite.config.model import ModelSection
@@ -285,11 +285,7 @@ class AdapterCheckpoint:
             else:
                 placed[name] = (
                     info.shape,
-                    [
-                        part
-                        for piece in stored.pieces(info.shape)
-                        for part in place(tensor, piece.region, {}, None, piece.row)
-                    ],
+                    [Placed(tensor, piece) for piece in stored.pieces(info.shape)],
                 )
                 places[name] = stored
                 yield name, Read(reader, name, info.shape)
@@ -389,7 +385,7 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
         local = local_of(entry.tensor).permute(stored.order).contiguous()
         region = stored.stored_region(entry.region)
         items += [
-            Item.of(piece, entry.dtype, local, region, share.mine, entry.fqn)
+            Item(piece, entry.dtype, local, region, share.mine, entry.fqn)
             for piece in stored.pieces(entry.info.shape)
         ]
     # One file of any size: peft does not read several files.

@@ -24,7 +24,7 @@ from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_fold
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
 from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
-from titanlite.checkpoint.pieces import whole
+from titanlite.checkpoint.pieces import Piece, whole
 from titanlite.checkpoint.reader import read_region
 from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out, write_items
 from titanlite.config.settings import spell_dtype
@@ -217,13 +217,13 @@ def _lay_out_transformers(
     items = []
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
-        region = form.region or whole(form.key, form.shape).region
+        piece = Piece(form.key, form.shape, form.region or whole(form.key, form.shape).region)
         read = (
             partial(read_converted, form, stored)
             if form.region is None
             else partial(_read, form.entry, stored)
         )
-        items.append(Item(form.key, stored, region, form.shape, torch.empty(0), region, True, read))
+        items.append(Item(piece, stored, torch.empty(0), piece.region, mine=True, read=read))
     return lay_out(items, "model")
 
 

@@ -4,6 +4,7 @@ and inspected.
 `python -m titanlite inspect MODEL` shows the contents of a checkpoint, and whether it is complete.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -34,18 +35,16 @@ from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     DTYPES,
-    FP8,
     OWN_FOLDER,
     Stored,
     StoredTensor,
-    companions,
     read_headers,
     read_json,
     read_model_headers,
     shown,
 )
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.checkpoint.mxfp4 import find_packed
+from titanlite.checkpoint.quantized import attach_scales
 from titanlite.checkpoint.train_state import STATE_FILE
 from titanlite.config import AnyModelConfig, JobConfig
 from titanlite.config.assets import local_folder
@@ -253,14 +252,8 @@ def _describe_model(folder: Path, model: Stored) -> str:
     except CheckpointError:
         there = (folder / "config.json").exists()
         config = {"model_type": "config.json cannot be read" if there else "no config.json"}
-    packed = find_packed(model.tensors)
-    factors = {scales.key for _, scales in packed.values()}
-    factors.update(
-        *(companions(key) for key, tensor in model.tensors.items() if tensor.dtype in FP8)
-    )
-    weights = [tensor for key, tensor in model.tensors.items() if key not in factors]
-    numel = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in weights)
-    numel += sum(blocks.nbytes for blocks, _ in packed.values())  # two values per byte
+    weights = attach_scales(model.tensors, None).values()
+    numel = sum(math.prod(tensor.shape) for tensor in weights)
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
     size = sum(tensor.nbytes for tensor in model.tensors.values())
     name = shown(config.get("model_type", "no model_type"))

@@ -16,16 +16,8 @@ from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
-from titanlite.checkpoint.folder import (
-    FP8,
-    OWN_FOLDER,
-    Stored,
-    StoredTensor,
-    companions,
-    find_scale,
-)
+from titanlite.checkpoint.folder import OWN_FOLDER, Stored, StoredTensor
 from titanlite.checkpoint.hf_model import StoredWeights, explain_untied, is_equal
-from titanlite.checkpoint.mxfp4 import describe_misfit, find_packed
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     MASTER_PREFIX,
@@ -33,7 +25,8 @@ from titanlite.checkpoint.pieces import (
     explain_unexpected,
     whole,
 )
-from titanlite.checkpoint.reader import Placed, place, place_packed
+from titanlite.checkpoint.quantized import describe_misfit
+from titanlite.checkpoint.reader import Placed
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.features.transformers.conversion import (
     ConvertingReader,
@@ -78,7 +71,7 @@ class TransformersCheckpoint(StoredWeights):
             master = self.stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, in a smaller dtype
                 used.add(master.key)
-                parts = [Placed(master, whole(name, info.shape).region)]
+                parts = [Placed(master, whole(name, info.shape))]
                 self._claim_tensor(name, info, parts, master.shape)
         self._drop_tied(tensors)
         self._allow_absent(tensors)
@@ -91,26 +84,11 @@ class TransformersCheckpoint(StoredWeights):
         self._claims: dict[str, Source | Unfit] = {}
         self._whole: dict[str, Group] = {}
         converting = ConvertingReader(self.folder, self.stored, self._model, self._whole)
-        self._packed = find_packed(self.stored.tensors)
-        parts = {part.key for packed in self._packed.values() for part in packed}
-        parts.update(
-            *(companions(key) for key, stored in self.stored.tensors.items() if stored.dtype in FP8)
-        )
-        found = [
-            key
-            for key in self.stored.tensors
-            if key not in parts and not key.startswith(MASTER_PREFIX)
-        ]
-        keys = [*found, *self._packed]
+        keys = [key for key in self.stored.tensors if not key.startswith(MASTER_PREFIX)]
         groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
-        used = {*keys, *parts}.difference(unexpected)
-        for key in unexpected:
-            used.difference_update(
-                [part.key for part in self._packed.get(key, ())] or companions(key)
-            )
         for group in groups:
             self._claim(group, tensors, converting)
-        return used
+        return set(keys).difference(unexpected)
 
     def find_untied(self) -> dict[str, str]:
         """Return, by name, an error for each stored tensor that the model ties to another one with
@@ -136,31 +114,31 @@ class TransformersCheckpoint(StoredWeights):
     def _claim(
         self, group: Group, tensors: Mapping[str, TensorInfo], converting: ConvertingReader
     ) -> None:
-        if group.first in tensors and (packed := self._packed.get(group.keys[0])):
-            # The class of gpt-oss has these matrices transposed: (E, C, R).
-            info = tensors[group.first]
-            rows, columns = info.shape[:0:-1] if len(info.shape) == 3 else (0, 1)
-            if problem := describe_misfit(packed, info.shape, rows, columns):
-                self._claims[group.first] = Unfit(f"{self.name}: {problem}.")
-                return
-            region = whole(group.first, info.shape).region
-            parts = place_packed(packed, region, is_transposed=True)
-            self._claim_tensor(group.first, info, parts, info.shape)
-            return
         try:
+            for key in group.keys:
+                if problem := describe_misfit(self.stored.tensors[key]):
+                    raise ValueError(problem)
+            stored = self.stored.tensors[group.keys[0]]
+            if group.first in tensors and stored.is_packed:
+                # The class of gpt-oss has these matrices transposed: (E, C, R).
+                region = whole(stored.key, stored.shape).region.transposed()
+                piece = Piece(stored.key, stored.shape, region, is_transposed=True)
+                info = tensors[group.first]
+                self._claim_tensor(group.first, info, [Placed(stored, piece)], region.lengths)
+                return
             try:
                 found = group.convert(
                     lambda key: Traced.source(key, self.stored.tensors[key].shape), self._model
                 )
                 placed = {
-                    name: [p for part in traced.parts for p in self._place(part)]
+                    name: [self._place(part) for part in traced.parts]
                     for name, traced in found.items()
                 }
             except NotTraceable:
                 for name, value in group.convert(self._meta, self._model).items():
                     if name in tensors:
                         self._whole[name] = group
-                        kept = not self.stored.in_float32.isdisjoint(group.keys)
+                        kept = self._keeps_float32(map(self.stored.tensors.__getitem__, group.keys))
                         self._claims[name] = Read(converting, name, tuple(value.shape), kept)
                 return
         except ValueError as error:
@@ -185,25 +163,19 @@ class TransformersCheckpoint(StoredWeights):
 
     def _meta(self, key: str) -> torch.Tensor:
         stored = self.stored.tensors[key]
-        if stored.dtype in FP8:
-            find_scale(stored, self.stored.tensors, self.stored.block)
         return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
-    def _place(self, part: TracedPart) -> list[Placed]:
+    def _place(self, part: TracedPart) -> Placed:
         stored = self.stored.tensors[part.key]
         region = Region(part.starts, part.lengths)
-        if stored.dtype not in FP8:
-            return [Placed(_block(stored, part), region)]
-        if part.source_lengths == stored.shape and len(region.lengths) >= len(stored.shape):
-            return place(stored, region, self.stored.tensors, self.stored.block)
-        scale, (rows, _) = find_scale(stored, self.stored.tensors, self.stored.block)
-        cut = _block(stored, part)
-        first = part.source_starts[0]
-        count = part.source_lengths[0]
-        if len(stored.shape) != 2 or first % rows:
-            raise NotTraceable("a cut inside a block of FP8")
-        scales = scale.rows(first // rows, -(-count // rows))._replace(key=scale.key)
-        return [Placed(cut, region, scales, (rows, _))]
+        row = 0
+        if stored.scale is None:
+            stored = _block(stored, part)
+        elif part.source_lengths != stored.shape:
+            row = part.source_starts[0]
+            if len(stored.shape) != 2 or part.source_lengths[1] != stored.shape[1]:
+                raise NotTraceable("a cut that is not between rows of FP8")
+        return Placed(stored, Piece(part.key, stored.shape, region, row))
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Drop the second name of a tied tensor that is stored under both."""
@@ -265,11 +237,9 @@ def _block(stored: StoredTensor, part: TracedPart) -> StoredTensor:
     outer = next(dim for dim in range(len(lengths)) if lengths[dim] != stored.shape[dim])
     if lengths[outer + 1 :] != stored.shape[outer + 1 :] or math.prod(stored.shape[:outer]) != 1:
         raise NotTraceable("a cut that is not along the first dim")
-    return (
-        stored._replace(shape=stored.shape[outer:])
-        .rows(starts[outer], lengths[outer])
-        ._replace(shape=lengths)
-    )
+    size = stored.nbytes // max(stored.shape[outer], 1)
+    offset = stored.offset + starts[outer] * size
+    return stored._replace(shape=lengths, offset=offset, nbytes=lengths[outer] * size)
 
 
 def saved_entries(
@@ -370,7 +340,7 @@ def transformers_items(
             held = form.entry.region
             writes = mine[names[form.entry.fqn]]
             piece = Piece(form.key, form.shape, form.region)
-            items.append(Item.of(piece, stored, local, held, writes, form.entry.fqn))
+            items.append(Item(piece, stored, local, held, writes, form.entry.fqn))
             continue
         if form.group.first != current:
             current = form.group.first
@@ -381,7 +351,7 @@ def transformers_items(
         writes = num_converted % world_size == rank
         num_converted += 1
         local = local if writes else torch.empty_like(local, device="meta")
-        items.append(Item.of(piece, stored, local, piece.region, writes, form.entry.fqn))
+        items.append(Item(piece, stored, local, piece.region, writes, form.entry.fqn))
     return items
 
 
@@ -442,7 +412,7 @@ class TransformersFormat:
             if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
                 piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
                 local = local_of(entry.tensor)
-                masters.append(Item.of(piece, entry.dtype, local, entry.region, mine[name]))
+                masters.append(Item(piece, entry.dtype, local, entry.region, mine[name]))
         return [
             *lay_out(transformers_items(entries, mine, self._model, dtype), "model"),
             *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),

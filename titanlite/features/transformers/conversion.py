@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.folder import FP8, Stored
+from titanlite.checkpoint.folder import Stored
+from titanlite.checkpoint.quantized import FP8
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import ReadRequest

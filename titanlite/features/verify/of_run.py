@@ -71,7 +71,7 @@ def certify_checkpoints(parts: Parts) -> None:
             state = "trained" if entry.tensor.requires_grad else "frozen"
             state = "buffer" if entry.info.kind == "buffer" else state
             source = "base" if isinstance(entry.source, Read) else str(entry.source)
-        found = {"state": state, "source": source, "shape": list(item.shape)}
+        found = {"state": state, "source": source, "shape": list(item.piece.shape)}
         found["digest"] = spell(item.dtype, digest)
         if state == "trained":
             found["gradient"] = item.name not in (stepper.unreached or ())
