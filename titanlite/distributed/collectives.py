@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from titanlite.ops.kernels import like, operator
+
 # torch 2.13 renamed both and warns about the old names; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,7 +30,25 @@ def register_group(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
-@torch.library.custom_op("titanlite::all_gather", mutates_args=())
+def _gathered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= _groups[group].size()
+    return x.new_empty(shape)
+
+
+def _scattered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] //= _groups[group].size()
+    return x.new_empty(shape)
+
+
+def _exchanged(
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> torch.Tensor:
+    return x.new_empty(sum(output_splits), *x.shape[1:])
+
+
+@operator(fake=_gathered)
 def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' pieces of equal size along `dim`; the gradient is reduce-scattered."""
     size = _groups[group].size()
@@ -37,7 +57,7 @@ def all_gather(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return pieces.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
-@torch.library.custom_op("titanlite::reduce_scatter", mutates_args=())
+@operator(fake=_scattered)
 def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Sum over the ranks and return this rank's piece of equal size along `dim`; the gradient is
     all-gathered.
@@ -49,7 +69,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("titanlite::all_reduce", mutates_args=())
+@operator(fake=like(0))
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum over the ranks; the gradient, a partial sum on each rank, is summed as well."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -57,7 +77,7 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("titanlite::gather_parts", mutates_args=())
+@operator(fake=_gathered)
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' pieces of equal size along `dim`. Use it if all ranks compute the same
     with the result.
@@ -68,14 +88,14 @@ def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return all_gather(x, dim, group)
 
 
-@torch.library.custom_op("titanlite::all_to_all", mutates_args=())
+@operator(fake=_exchanged)
 def all_to_all(
     x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> torch.Tensor:
     """Send `input_splits[r]` rows of x to each rank r, and receive `output_splits[r]` rows from it;
     the gradient takes the reverse way.
     """
-    out = x.new_empty(sum(output_splits), *x.shape[1:])
+    out = _exchanged(x, output_splits, input_splits, group)
     dist.all_to_all_single(
         out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group]
     )
@@ -88,10 +108,8 @@ def start_all_to_all(
     """Start an `all_to_all` that overlaps with kernels. The result may be read after `wait` of the
     returned work.
     """
-    out, splits = (
-        x.new_empty(sum(output_splits), *x.shape[1:]),
-        (list(output_splits), list(input_splits)),
-    )
+    out = _exchanged(x, output_splits, input_splits, group)
+    splits = list(output_splits), list(input_splits)
     return out, dist.all_to_all_single(
         out, x.contiguous(), *splits, group=_groups[group], async_op=True
     )
@@ -100,33 +118,6 @@ def start_all_to_all(
 def own_part(x: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
     """Return the piece of rank `rank`, a view, if `size` ranks split `x` evenly along `dim`."""
     return x.unflatten(dim, (size, -1)).select(dim, rank)
-
-
-@gather_parts.register_fake
-@all_gather.register_fake
-def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    shape = list(x.shape)
-    shape[dim] *= _groups[group].size()
-    return x.new_empty(shape)
-
-
-@reduce_scatter.register_fake
-def _(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    shape = list(x.shape)
-    shape[dim] //= _groups[group].size()
-    return x.new_empty(shape)
-
-
-@all_reduce.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-@all_to_all.register_fake
-def _(
-    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
-) -> torch.Tensor:
-    return x.new_empty(sum(output_splits), *x.shape[1:])
 
 
 def _save(ctx, inputs, output) -> None:
@@ -138,17 +129,17 @@ def _keep_part(ctx, grad: torch.Tensor):
     return own_part(grad, dim, _groups[group].size(), _groups[group].rank()), None, None
 
 
-all_gather.register_autograd(
-    lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None), setup_context=_save
-)
-reduce_scatter.register_autograd(
-    lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None), setup_context=_save
-)
-all_reduce.register_autograd(
-    lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None), setup_context=_save
-)
-gather_parts.register_autograd(_keep_part, setup_context=_save)
-all_to_all.register_autograd(
-    lambda ctx, dy: (all_to_all(dy, ctx.inputs[1], ctx.inputs[0], ctx.inputs[2]), None, None, None),
-    setup_context=_save,
-)
+def _send_back(ctx, dy: torch.Tensor):
+    output_splits, input_splits, group = ctx.inputs
+    return all_to_all(dy, input_splits, output_splits, group), None, None, None
+
+
+_BACKWARDS = {
+    "all_gather": lambda ctx, dy: (reduce_scatter(dy, *ctx.inputs), None, None),
+    "reduce_scatter": lambda ctx, dy: (all_gather(dy, *ctx.inputs), None, None),
+    "all_reduce": lambda ctx, dy: (all_reduce(dy, *ctx.inputs), None),
+    "gather_parts": _keep_part,
+    "all_to_all": _send_back,
+}
+for _name, _backward in _BACKWARDS.items():
+    torch.library.register_autograd(f"titanlite::{_name}", _backward, setup_context=_save)
