@@ -236,12 +236,9 @@ def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:
     left to train.
     """
     patterns = split_patterns("optimizer.freeze", section.freeze)
-    problems = []
+    problems: list[str] = []
     for pattern in patterns:
-        matched = _matched(model, pattern)
-        if not matched:
-            problems.append(_no_match(pattern, model))
-        for param in matched:
+        for param in _match(model, pattern, problems):
             param.requires_grad_(False)
     if patterns and not any(param.requires_grad for param in model.parameters()):
         problems.append("every parameter of the model is frozen. Leave one to train.")
@@ -255,16 +252,14 @@ def lr_multipliers(model: nn.Module, section: OptimizerSection) -> dict[nn.Param
     Raises ConfigError, the same on all ranks: a pattern matches no parameter, or only frozen ones.
     """
     found: dict[nn.Parameter, float] = {}
-    problems = []
-    for pattern, factor in parse_multipliers(
-        "optimizer.lr_multipliers", section.lr_multipliers
-    ).items():
-        matched = _matched(model, pattern)
-        if not matched:
-            problems.append(_no_match(pattern, model))
-        elif not any(param.requires_grad for param in matched):
+    problems: list[str] = []
+    given = parse_multipliers("optimizer.lr_multipliers", section.lr_multipliers)
+    for pattern, factor in given.items():
+        matched = _match(model, pattern, problems)
+        trained = [param for param in matched if param.requires_grad]
+        if matched and not trained:
             problems.append(f"'{pattern}' matches frozen parameters only. Remove it.")
-        found.update((param, factor) for param in matched if param.requires_grad)
+        found |= dict.fromkeys(trained, factor)
     raise_problems(ConfigError, "optimizer.lr_multipliers", problems)
     return found
 
@@ -277,14 +272,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(map(num_values, params)), sum(num_values(p) for p in params if p.requires_grad)
 
 
-def _matched(model: nn.Module, pattern: str) -> list[torch.nn.Parameter]:
-    named = model.named_parameters(remove_duplicate=False)
-    return [param for name, param in named if fnmatchcase(clean_name(name), pattern)]
-
-
-def _no_match(pattern: str, model: nn.Module) -> str:
-    last = [clean_name(name) for name, _ in model.named_parameters()][-1]
-    return (
-        f"'{pattern}' matches no parameter. Names are written out, as '{last}'; '*' stands for any "
-        "characters."
-    )
+def _match(model: nn.Module, pattern: str, problems: list[str]) -> list[nn.Parameter]:
+    """Return the parameters whose names match `pattern`; if there are none, add to `problems`."""
+    named = [(clean_name(n), p) for n, p in model.named_parameters(remove_duplicate=False)]
+    matched = [param for name, param in named if fnmatchcase(name, pattern)]
+    if not matched:
+        problems.append(
+            f"'{pattern}' matches no parameter. Names are written out, as '{named[-1][0]}'; '*' "
+            "stands for any characters."
+        )
+    return matched
