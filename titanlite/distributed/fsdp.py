@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -106,12 +107,20 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    shared: dict[str, Any] = {
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
-    }
-    reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
     placement = _expert_placement(model, dims)
+    offload = CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy()
+
+    def shard_unit(modules: list[nn.Module], mesh: DeviceMesh, **options: Any) -> None:
+        given = {"mp_policy": policy, "ignored_params": ignored, **options}
+        fully_shard(
+            modules, mesh=mesh, offload_policy=offload, shard_placement_fn=placement, **given
+        )
+        sharded: Any = modules  # FSDPModules now
+        for module in sharded:
+            if mesh.size() > 1:  # over one rank, FSDP would copy the gradients again, divided by 1
+                module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
     if dims.degrees.stage_size == 1 and not training.enable_cpu_offload:
         ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
@@ -125,40 +134,26 @@ def apply_fsdp(
         # gathered without a cast.
         as_is = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         others = {*model.parameters()} - wide
-        fully_shard(
-            model, mesh=dims.fsdp_mesh, **shared | {"mp_policy": as_is, "ignored_params": others}
-        )
-        sharded = {*model.parameters()} - others  # they replaced the parameters in `wide`
+        shard_unit([model], dims.fsdp_mesh, mp_policy=as_is, ignored_params=others)
+        ignored |= {*model.parameters()} - others  # they replaced the parameters in `wide`
         root = next(model.children())
-        ignored = ignored | sharded
         tied = [module for module in model.embedding_and_head() if module is not None]
         if not embedding and len({module.weight for module in tied}) < len(tied):
             head = tied  # one of them is outside of the new root
-    if ignored:
-        shared["ignored_params"] = ignored
+    reshard = "never" if section.fsdp_once_per_step else section.fsdp_reshard_after_forward
     for layer in layers:
         # Backward begins with the last layer and needs its parameters immediately.
         last = layer is layers[-1] and dims.is_last_stage
         reshard_layer = reshard == "always" or (reshard == "default" and not last)
-        options = shared | {"reshard_after_forward": reshard_layer, "shard_placement_fn": placement}
         for experts in units[layer]:
-            fully_shard(experts, mesh=dims.expert_fsdp_mesh, **options)
-        fully_shard(layer, mesh=dims.fsdp_mesh, **options)
+            shard_unit([experts], dims.expert_fsdp_mesh, reshard_after_forward=reshard_layer)
+        shard_unit([layer], dims.fsdp_mesh, reshard_after_forward=reshard_layer)
     if embedding:
-        fully_shard(
-            embedding, mesh=dims.fsdp_mesh, reshard_after_forward=reshard != "never", **shared
-        )
+        shard_unit(embedding, dims.fsdp_mesh, reshard_after_forward=reshard != "never")
     if head:
-        fully_shard(head, mesh=dims.fsdp_mesh, reshard_after_forward=reshard == "always", **shared)
-    fully_shard(root, mesh=dims.fsdp_mesh, **shared)
+        shard_unit(head, dims.fsdp_mesh, reshard_after_forward=reshard == "always")
+    shard_unit([root], dims.fsdp_mesh)
 
-    on_expert_mesh = {module for experts in units.values() for module in experts}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            mesh = dims.expert_fsdp_mesh if module in on_expert_mesh else dims.fsdp_mesh
-            if mesh.size() > 1:  # over one rank, FSDP would copy the gradients again, divided by 1
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     if dims.degrees.ep > 1 or dims.degrees.pp > 1:
         _prefetch_explicitly([[layer, *units[layer]] for layer in layers])
         if dims.degrees.pp > 1 and not section.fsdp_once_per_step:
