@@ -97,41 +97,15 @@ def describe_model(
         if end_of_turn_ids:
             _add_end_of_turn(folder / _GENERATION, end_of_turn_ids)
         if assets is not None and isinstance(config, TransformersConfig):
-            _copy_processor(assets, folder)
+            copy_processor(assets, folder)
 
     return render("the description of the model", write)
 
 
-def describe_larger(
-    text: Mapping[str, Any], config: ModelConfig, folder: Path, dtype: torch.dtype
-) -> dict[str, bytes]:
-    """Return the files that describe a larger model (image and text) instead of its text model
-    alone, whose config.json is `text`.
-
-    `folder` has the weights of both. The result is empty if the config.json in `folder` does not
-    describe a larger model.
+def copy_processor(assets: Path, folder: Path) -> None:
+    """Copy the files of an image-and-text model that are next to the tokenizer, unless `folder` has
+    them.
     """
-    larger = family_of(config).larger
-    original = read_json(folder / "config.json", str(folder))
-    if larger is None or original.get("model_type") != larger.name:
-        return {}
-    values = {
-        **_without_replaced(original),
-        TEXT_CONFIG: {**text, "architectures": None},
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "architectures": [larger.architecture],
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-
-    def write(out: Path) -> None:
-        with saving_as(f"config.json (from {folder})"):
-            save_config(get_config_class(larger.name)(**values), out)
-        _copy_processor(folder, out)
-
-    return render("the description of the model", write)
-
-
-def _copy_processor(assets: Path, folder: Path) -> None:
     for name in _PROCESSOR_FILES:
         if (assets / name).exists() and not (folder / name).exists():
             shutil.copyfile(assets / name, folder / name)
@@ -185,7 +159,7 @@ def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) ->
     if original.get("model_type") not in family.model_types:
         original = {}
     ours = family.to_hf(config, original)
-    base = _without_replaced(original)
+    base = without_replaced(original)
     # Lists with one entry per layer are derived anew.
     if (count := original.get("num_hidden_layers")) != config.num_layers:
         base = {key: v for key, v in base.items() if not (isinstance(v, list) and len(v) == count)}
@@ -194,7 +168,8 @@ def _values_of(config: ModelConfig, token_ids: TokenIds, assets: Path | None) ->
     return {**token_ids, **base, **ours}
 
 
-def _without_replaced(original: Mapping[str, Any]) -> dict[str, Any]:
+def without_replaced(original: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an original config.json without the keys for which titanlite writes its own values."""
     return {key: value for key, value in original.items() if key not in _REPLACED_KEYS}
 
 

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from titanlite.base.agree import get_rank
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.files import render
-from titanlite.base.hf_objects import build_config
+from titanlite.base.files import render, saving_as
+from titanlite.base.hf_objects import build_config, get_config_class
 from titanlite.base.log import logger
 from titanlite.base.text import format_size, list_names
-from titanlite.checkpoint.description import describe_larger
-from titanlite.checkpoint.folder import Stored, StoredTensor, shown
+from titanlite.checkpoint.description import copy_processor, without_replaced
+from titanlite.checkpoint.folder import Stored, StoredTensor, read_json, shown
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.pieces import (
     BASE,
@@ -46,6 +46,7 @@ from titanlite.config import AnyModelConfig, JobConfig, ModelConfig, Transformer
 from titanlite.materialize import Region, SourceProvider
 from titanlite.models.families import family_of
 from titanlite.models.families.config_json import save_config
+from titanlite.models.families.family import TEXT_CONFIG
 
 _COPIES = ("embed_tokens.weight", "head.weight")
 
@@ -159,7 +160,7 @@ class CarriedTensors:
                 "the description of the model", lambda folder: save_config(larger, folder)
             )
         if self._larger is not None and (
-            files := describe_larger(table, self._config, self._larger, self._dtype)
+            files := _describe_larger(table, self._config, self._larger, self._dtype)
         ):
             return files
         if (key := family_of(self._config).mtp_key) is None:
@@ -239,6 +240,35 @@ class CarriedTensors:
             nothing = torch.empty(0)
             items.append(Item(piece, dtype, nothing, piece.region, mine=turn == rank, read=read))
         return items
+
+
+def _describe_larger(
+    text: Mapping[str, Any], config: ModelConfig, folder: Path, dtype: torch.dtype
+) -> dict[str, bytes]:
+    """Return the files that describe a larger model (image and text) instead of its text model
+    alone, whose config.json is `text`.
+
+    `folder` has the weights of both. The result is empty if the config.json in `folder` does not
+    describe a larger model.
+    """
+    larger = family_of(config).larger
+    original = read_json(folder / "config.json", str(folder))
+    if larger is None or original.get("model_type") != larger.name:
+        return {}
+    values = {
+        **without_replaced(original),
+        TEXT_CONFIG: {**text, "architectures": None},
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "architectures": [larger.architecture],
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+    def write(out: Path) -> None:
+        with saving_as(f"config.json (from {folder})"):
+            save_config(get_config_class(larger.name)(**values), out)
+        copy_processor(folder, out)
+
+    return render("the description of the model", write)
 
 
 def _read(reader: SafetensorsReader, key: str, dtype: torch.dtype, region: Region) -> torch.Tensor:
