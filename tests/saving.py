@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.base.agree import on_first_rank
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar
+from titanlite.checkpoint.hf_model import format_of, index_of, master_files, warn_of_sidecar
 from titanlite.data.tokenizer import describe_tokenizer, find_token_ids
 
 
@@ -16,7 +16,8 @@ def whole(tensor):
 
 def model_files(plan, config, dtype, *, exact=False):
     """Lay out the files of the model of `config` in `plan`."""
-    return format_of(plan.model).files(plan, dtype, exact=exact)
+    files = format_of(plan.model).files(plan, dtype)
+    return files + master_files(plan, dtype) if exact else files
 
 
 def save_hf_model(

@@ -83,10 +83,8 @@ class CheckpointFormat(Protocol):
         """Return the problems of tensors that the files have no key for. The same on all ranks."""
         ...
 
-    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
-        """Lay out the model's files, the same on all ranks. With `exact`, the titanlite subfolder
-        has full-precision copies of the parameters that lose bits in `dtype`, for a resumed run.
-        """
+    def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
+        """Lay out the model's files with parameters in `dtype`, the same on all ranks."""
         ...
 
 
@@ -175,12 +173,12 @@ class StoredWeights:
         self.passengers: list[str] = []
         self.untied: Mapping[str, str] = {}
         self.absent_bias = False
-        self._placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        self._placed: dict[str, Sequence[Placed]] = {}
         self.reader = SafetensorsReader(folder, self._placed, stored.file_bytes)
 
     def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
         """Return the source of a tensor that consists of the stored `parts`."""
-        self._placed[name] = shape, parts
+        self._placed[name] = parts
         return Read(self.reader, name, shape, self._keeps_float32(part.stored for part in parts))
 
     def _keeps_float32(self, parts: Iterable[StoredTensor]) -> bool:
@@ -230,9 +228,10 @@ class HFCheckpoint(StoredWeights):
         for name, pieces in all_pieces.items():
             info = tensors[name]
             used.update([piece.key for piece in pieces])
-            # the model's own files have this tensor too, in a smaller dtype
-            if pieces[0].key.startswith(MASTER_PREFIX):
-                used.update([piece.key for piece in self._pieces_in_model(name, info.shape)])
+            master = MASTER_PREFIX + name
+            if master in self.stored.tensors:
+                used.add(master)
+                pieces = [whole(master, info.shape)]
             found = [piece for piece in pieces if piece.key in self.stored.tensors]
             if not found:
                 continue  # the plan decides whether it may be absent
@@ -275,13 +274,6 @@ class HFCheckpoint(StoredWeights):
         return {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        if MASTER_PREFIX + name in self.stored.tensors:
-            return [whole(MASTER_PREFIX + name, shape)]
-        if is_sidecar(name, self._family):
-            return [whole(name, shape)]
-        return self._pieces_in_model(name, shape)
-
-    def _pieces_in_model(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Return the pieces in the model's own files. Experts may be fused there in any family."""
         is_fused = self.layout.key(name) in self.stored.tensors
         layout = replace(self.layout, is_fused=is_fused)
@@ -360,27 +352,36 @@ class NativeFormat:
         """Return the checkpoint tensors that the run-time tensor `name` is saved as."""
         return checkpoint_pieces(name, shape, self._config, self.layout)
 
-    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+    def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
         family = family_of(self._config)
         entries = [entry for entry in plan.entries if entry.info.persistent]
         homeless = [entry for entry in entries if is_sidecar(entry.fqn, family)]
-        used = _find_used(homeless, plan.group is not None)
-        items: dict[str, list[Item]] = {"model": [], _SIDECAR: [], f"{OWN_FOLDER}/weights": []}
-        model, sidecar, masters = items.values()
+        unused = {e.fqn for e in homeless} - _find_used(homeless, plan.group is not None)
+        entries = [entry for entry in entries if entry.fqn not in unused]
+        model: list[Item] = []
+        sidecar: list[Item] = []
         for entry, share in zip(
             entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
         ):
-            stored = entry.saved_dtype(dtype)
-            shape = entry.info.shape
             shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
-            if is_sidecar(entry.fqn, family):
-                if entry.fqn in used:
-                    sidecar.append(Item(whole(entry.fqn, shape), stored, *shard))
-                continue
-            model += [Item(piece, stored, *shard) for piece in self.pieces(entry.fqn, shape)]
-            if exact and stored.itemsize < entry.dtype.itemsize:
-                masters.append(Item(whole(MASTER_PREFIX + entry.fqn, shape), entry.dtype, *shard))
-        return [file for stem, held in items.items() if held for file in lay_out(held, stem)]
+            held = sidecar if is_sidecar(entry.fqn, family) else model
+            for piece in self.pieces(entry.fqn, entry.info.shape):
+                held.append(Item(piece, entry.saved_dtype(dtype), *shard))
+        return lay_out(model, "model") + (lay_out(sidecar, _SIDECAR) if sidecar else [])
+
+
+def master_files(plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
+    """Lay out full-precision copies of the parameters that lose bits in `dtype`, for a resumed run,
+    in the titanlite subfolder. The same on all ranks.
+    """
+    entries = [e for e in plan.entries if e.saved_dtype(dtype).itemsize < e.dtype.itemsize]
+    shares = share_out((entry.tensor for entry in entries), plan.group)
+    masters = []
+    for entry, share in zip(entries, shares, strict=True):
+        piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
+        shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
+        masters.append(Item(piece, entry.dtype, *shard))
+    return lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []
 
 
 class HFFormat:
@@ -424,7 +425,7 @@ class HFFormat:
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
         """Lay out the weights in files of the format, over this rank's shards."""
-        return format_of(model).files(plan, self._dtype, exact=True)
+        return [*format_of(model).files(plan, self._dtype), *master_files(plan, self._dtype)]
 
     def describe(
         self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]

@@ -111,9 +111,12 @@ def checkpoint_pieces(
     name: str, shape: tuple[int, ...], config: ModelConfig, layout: Layout
 ) -> Iterator[Piece]:
     """Yield the checkpoint tensors that together store the run-time tensor `name` of global
-    `shape`, in files of this `layout`.
+    `shape`, in files of this `layout`, or in the sidecar.
     """
     names = family_of(config).stored_names
+    if is_sidecar(name, family_of(config)):
+        yield whole(name, shape)
+        return
     for piece in _named_pieces(name, shape, config, layout):
         key = piece.key
         for pattern, stored_name in names.items():

@@ -65,14 +65,14 @@ class _Overlap(NamedTuple):
 class SafetensorsReader:
     """A `TensorReader` over safetensors files; `name` is their folder, for messages.
 
-    `tensors` maps run-time names to the global shape and the stored tensors that it consists of. A
-    file is refused if its size differs from `file_bytes`, its size when the header was read.
+    `tensors` maps run-time names to the stored tensors that they consist of. A file is refused if
+    its size differs from `file_bytes`, its size when the header was read.
     """
 
     def __init__(
         self,
         name: str,
-        tensors: Mapping[str, tuple[tuple[int, ...], Sequence[Placed]]],
+        tensors: Mapping[str, Sequence[Placed]],
         file_bytes: Mapping[Path, int],
         threads: int = 0,
     ) -> None:
@@ -87,10 +87,10 @@ class SafetensorsReader:
         cls, name: str, stored: Stored, keys: Iterable[str], threads: int = 0
     ) -> "SafetensorsReader":
         """Return a reader of whole stored tensors; their names are their `keys` on disk."""
-        placed = {}
-        for key in keys:
-            tensor = stored.tensors[key]
-            placed[key] = tensor.shape, [Placed(tensor, whole(key, tensor.shape))]
+        tensors = (stored.tensors[key] for key in keys)
+        placed = {
+            tensor.key: [Placed(tensor, whole(tensor.key, tensor.shape))] for tensor in tensors
+        }
         return cls(name, placed, stored.file_bytes, threads)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
@@ -113,16 +113,15 @@ class SafetensorsReader:
             run_jobs(_jobs(parts, files), self._threads)
 
     def read_whole(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Return whole tensors in these dtypes, by name, without a log line."""
-        values = {
-            name: torch.empty(self._tensors[name][0], dtype=dtype) for name, dtype in dtypes.items()
-        }
-        self.read_quietly(
-            [
-                ReadRequest(name, whole(name, tuple(value.shape)).region, value)
-                for name, value in values.items()
-            ]
-        )
+        """Return whole stored tensors in these dtypes, by name, without a log line."""
+        values: dict[str, torch.Tensor] = {}
+        requests = []
+        for name, dtype in dtypes.items():
+            (placed,) = self._tensors[name]
+            region = placed.piece.region
+            values[name] = torch.empty(region.lengths, dtype=dtype)
+            requests.append(ReadRequest(name, region, values[name]))
+        self.read_quietly(requests)
         return values
 
     def _parts(self, request: ReadRequest) -> Iterator[_Overlap]:
@@ -133,7 +132,7 @@ class SafetensorsReader:
                 f"{where}: {request.name} has a shard that is not contiguous in memory."
             )
         left = region.numel
-        for stored, piece in self._tensors[request.name][1]:
+        for stored, piece in self._tensors[request.name]:
             if box := piece.region.overlap(region):
                 left -= box.numel
                 if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:

@@ -124,7 +124,7 @@ class Model(nn.Module):
     Attributes:
         config: sizes and facts about the architecture.
         checkpoint_format: reads and writes the model's files if it is not a native family: an
-            object with `sources(folder, stored)`, `files(plan, dtype, exact)` and `check(plan)`.
+            object with `sources(folder, stored)`, `files(plan, dtype)` and `check(plan)`.
             None: the native format.
         splits_inside_experts: FSDP may split an expert's weights along dims other than the first.
         reads_local_tensors: parameters are read only by `ops.local_tensor`.

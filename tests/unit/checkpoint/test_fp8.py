@@ -72,7 +72,7 @@ def open_weight(folder, weight, scale, block, two_files=False):
     placed = Placed(tensor, whole("w", tensor.shape))
     return SafetensorsReader(
         "here",
-        {"w": (tuple(weight.shape), [placed])},
+        {"w": [placed]},
         {path: path.stat().st_size for path in paths},
         4,
     )

@@ -46,8 +46,7 @@ def open_reader(paths, threads=0):
     """Open a reader that has every stored tensor under its own key."""
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     placed = {
-        key: (tensor.shape, [Placed(tensor, pieces.whole(key, tensor.shape))])
-        for key, tensor in stored.items()
+        key: [Placed(tensor, pieces.whole(key, tensor.shape))] for key, tensor in stored.items()
     }
     return SafetensorsReader(
         "here", placed, {path: path.stat().st_size for path in paths}, threads

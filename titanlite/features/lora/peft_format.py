@@ -258,7 +258,7 @@ class AdapterCheckpoint:
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
-        placed: dict[str, tuple[tuple[int, ...], Sequence[Placed]]] = {}
+        placed: dict[str, Sequence[Placed]] = {}
         places: dict[str, AdapterPlace] = {}
         reader = _AdapterReader(
             SafetensorsReader(self._folder, placed, self._stored.file_bytes), places
@@ -283,10 +283,7 @@ class AdapterCheckpoint:
                 )
                 yield name, Unfit(f"{reason} Was lora.rank changed?")
             else:
-                placed[name] = (
-                    info.shape,
-                    [Placed(tensor, piece) for piece in stored.pieces(info.shape)],
-                )
+                placed[name] = [Placed(tensor, piece) for piece in stored.pieces(info.shape)]
                 places[name] = stored
                 yield name, Read(reader, name, info.shape)
         for key in left:

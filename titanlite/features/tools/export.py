@@ -157,7 +157,7 @@ def export_checkpoint(
         files = _lay_out_transformers(plan, model, dtype)
     else:
         of_name = {entry.fqn: entry for entry in entries}
-        files = format_of(model).files(plan, dtype, exact=False)
+        files = format_of(model).files(plan, dtype)
         files = _with_read(files, lambda item: partial(_read, of_name[item.name], item.dtype))
     if (carried := find_carried([weights], config, dtype)) is not None:
         rest |= carried.describe(rest)

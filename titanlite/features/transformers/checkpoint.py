@@ -16,7 +16,7 @@ from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
-from titanlite.checkpoint.folder import OWN_FOLDER, Stored, StoredTensor
+from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.hf_model import StoredWeights, explain_untied, is_equal
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
@@ -402,18 +402,9 @@ class TransformersFormat:
             if count > 1
         ]
 
-    def files(self, plan: Plan, dtype: torch.dtype, *, exact: bool) -> list[FileLayout]:
+    def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
         """Lay out the model's files; collectives as `transformers_items`."""
         entries = saved_entries(plan.entries, self._model)
         shares = share_out(entry.tensor for entry in entries.values())
         mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
-        masters = []
-        for name, entry in entries.items():
-            if exact and entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize:
-                piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-                local = local_of(entry.tensor)
-                masters.append(Item(piece, entry.dtype, local, entry.region, mine[name]))
-        return [
-            *lay_out(transformers_items(entries, mine, self._model, dtype), "model"),
-            *(lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []),
-        ]
+        return lay_out(transformers_items(entries, mine, self._model, dtype), "model")
