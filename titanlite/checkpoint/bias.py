@@ -13,7 +13,7 @@ from titanlite.base.log import logger, warn_once
 from titanlite.base.text import fold_names
 from titanlite.checkpoint.folder import Stored, shown
 from titanlite.checkpoint.reader import SafetensorsReader
-from titanlite.materialize import Unfit
+from titanlite.materialize import InvalidClaim
 
 # The last part of the bias's name: in transformers' classes, and in the native decoder.
 _LEAVES = ("e_score_correction_bias", "expert_bias")
@@ -26,7 +26,7 @@ def is_bias(name: str) -> bool:
 
 def judge_absent_biases(
     where: str, absent: Sequence[str], total: int, *, allowed: bool
-) -> list[tuple[str, Unfit]]:
+) -> list[tuple[str, InvalidClaim]]:
     """Return an error for a checkpoint in which `absent` of the model's `total` biases are missing;
     if that is `allowed`, only warn.
     """
@@ -43,7 +43,7 @@ def judge_absent_biases(
     return [
         (
             fold_names(absent),
-            Unfit(f"missing, {lacks}, without which routers choose other experts. {remedy}"),
+            InvalidClaim(f"missing, {lacks}, without which routers choose other experts. {remedy}"),
         )
     ]
 

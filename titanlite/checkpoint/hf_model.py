@@ -49,13 +49,13 @@ from titanlite.config.assets import assets_folder
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import (
+    InvalidClaim,
     Plan,
     Read,
     Source,
     SourceProvider,
     TensorEntry,
     TensorInfo,
-    Unfit,
     local_of,
     share_out,
 )
@@ -190,14 +190,14 @@ class StoredWeights:
 
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
-    ) -> list[tuple[str, Unfit]]:
+    ) -> list[tuple[str, InvalidClaim]]:
         """Divide the keys that are not `used` into passengers, which are recorded, and unexpected
         ones, which are returned with an error.
         """
         self.passengers = find_passengers(self.stored.tensors, used, patterns)
         known = {*used, *self.passengers}
         return [
-            (shown(key), Unfit(explain_unexpected(self.name)))
+            (shown(key), InvalidClaim(explain_unexpected(self.name)))
             for key in self.stored.tensors
             if key not in known and not key.endswith(IGNORED_SUFFIXES)
         ]
@@ -216,8 +216,10 @@ class HFCheckpoint(StoredWeights):
             config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
         )
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
-        claims: list[tuple[str, Source | Unfit]] = []
+    def __call__(
+        self, tensors: Mapping[str, TensorInfo]
+    ) -> Iterable[tuple[str, Source | InvalidClaim]]:
+        claims: list[tuple[str, Source | InvalidClaim]] = []
         used: set[str] = set()
         all_pieces = {
             name: self._pieces(name, info.shape)
@@ -240,11 +242,11 @@ class HFCheckpoint(StoredWeights):
             problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
             parts = [Placed(self.stored.tensors[piece.key], piece) for piece in found]
             problems += [problem for part in parts if (problem := self._misfit(part))]
-            claims += [(name, Unfit(problem)) for problem in dict.fromkeys(problems)]
+            claims += [(name, InvalidClaim(problem)) for problem in dict.fromkeys(problems)]
             claims.append((name, self._claim_parts(name, info.shape, parts)))
-        claims += [(name, Unfit(problem)) for name, problem in self.untied.items()]
+        claims += [(name, InvalidClaim(problem)) for name, problem in self.untied.items()]
         if not self._has_head and _HEAD in all_pieces:
-            claims.append((_HEAD, Unfit(explain_absent_head(self.name))))
+            claims.append((_HEAD, InvalidClaim(explain_absent_head(self.name))))
         biases = [
             pieces[0].key
             for name, pieces in all_pieces.items()

@@ -31,6 +31,7 @@ from titanlite.materialize.sources import (
     Compute,
     Constant,
     Init,
+    InvalidClaim,
     Keep,
     Normal,
     Ones,
@@ -41,7 +42,6 @@ from titanlite.materialize.sources import (
     SourceProvider,
     TensorInfo,
     TensorReader,
-    Unfit,
     Uniform,
     Zeros,
 )

@@ -32,13 +32,13 @@ from titanlite.materialize.sources import (
     Alias,
     Compute,
     Init,
+    InvalidClaim,
     Keep,
     Patterns,
     Read,
     Source,
     SourceProvider,
     TensorInfo,
-    Unfit,
 )
 from titanlite.materialize.unregistered import find_unregistered
 
@@ -171,14 +171,14 @@ def build_plan(
         objects.setdefault(id(tensor), _Found(tensor, info, [])).names.append(fqn)
 
     declared = _declarations(model, infos, problems)
-    claimed, complete, unfit = _claims(sources, infos, problems)
+    claimed, complete, invalid = _claims(sources, infos, problems)
     _check_aliases(declared, objects, infos, problems)
     _check_unregistered(model, objects, problems)
     _check_memory(objects.values(), problems)
 
     entries = []
     for found in objects.values():
-        if unfit.intersection(found.names):
+        if invalid.intersection(found.names):
             continue  # already reported; do not report it as missing, too
         source = _pick(found, declared, claimed, complete, problems)
         if source is not None:
@@ -242,22 +242,22 @@ def _claims(
     problems: list[str],
 ) -> tuple[dict[str, Source], list[str], set[str]]:
     """Return the claims of `sources` by name, the names of providers that must be complete, and the
-    tensor names whose claim is invalid (`Unfit`).
+    tensor names whose claim is invalid (`InvalidClaim`).
     """
     claimed = _Claims(infos, problems)
     complete: list[str] = []
-    unfit: set[str] = set()
+    invalid: set[str] = set()
     for given in sources:
         provider = Patterns(given) if isinstance(given, Mapping) else given
         if provider.complete:
             complete.append(provider.name)
         for fqn, source in provider(infos):
-            if isinstance(source, Unfit):
+            if isinstance(source, InvalidClaim):
                 problems.append(f"{fqn}: {source.reason}")
-                unfit.add(fqn)
+                invalid.add(fqn)
             else:
                 claimed.add(fqn, source, provider.name)
-    return claimed.sources, complete, unfit
+    return claimed.sources, complete, invalid
 
 
 def _check_aliases(

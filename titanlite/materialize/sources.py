@@ -113,8 +113,8 @@ Source = Init | Compute | Alias | Keep | Read
 
 
 @dataclass(frozen=True)
-class Unfit:
-    """An invalid claim: the provider's tensor of this name does not fit the model. The plan reports
+class InvalidClaim:
+    """A claim that cannot be followed: the provider's tensor of this name does not fit the model. The plan reports
     `reason`.
     """
 
@@ -140,7 +140,9 @@ class SourceProvider(Protocol):
     # True if it must claim every persistent tensor that does not declare `may_be_absent`
     complete: bool
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+    def __call__(
+        self, tensors: Mapping[str, TensorInfo]
+    ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         """Yield claims (fully qualified name, source). The plan reports unknown names and double
         claims.
         """

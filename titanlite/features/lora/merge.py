@@ -24,6 +24,7 @@ from titanlite.features.lora.peft_format import (
 )
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import (
+    InvalidClaim,
     Read,
     ReadRequest,
     Region,
@@ -31,7 +32,6 @@ from titanlite.materialize import (
     SourceProvider,
     TensorInfo,
     TensorReader,
-    Unfit,
 )
 from titanlite.models.interface import Model
 
@@ -58,7 +58,9 @@ class MergedSource:
         # further names of tied weights: nothing is added to these
         self._tied = names - {name for name, _ in model.named_parameters()}
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+    def __call__(
+        self, tensors: Mapping[str, TensorInfo]
+    ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         own = {name: info for name, info in tensors.items() if name not in self._tied}
         shapes = {name: info.shape for name, info in own.items() if info.kind == "parameter"}
         corrections = _Corrections(self._folder, self._stored, self._config, shapes, self._model)

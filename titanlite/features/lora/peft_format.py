@@ -46,6 +46,7 @@ from titanlite.features.lora.layers import (
     scaling_of,
 )
 from titanlite.materialize import (
+    InvalidClaim,
     Plan,
     Read,
     ReadRequest,
@@ -53,7 +54,6 @@ from titanlite.materialize import (
     Source,
     SourceProvider,
     TensorInfo,
-    Unfit,
     local_of,
     share_out,
 )
@@ -256,7 +256,9 @@ class AdapterCheckpoint:
         self.name = f"checkpoint {folder}"
         self._folder, self._stored, self._model = folder, stored, model
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+    def __call__(
+        self, tensors: Mapping[str, TensorInfo]
+    ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
         placed: dict[str, Sequence[Placed]] = {}
         places: dict[str, AdapterPlace] = {}
@@ -271,7 +273,7 @@ class AdapterCheckpoint:
             if tensor is None:
                 yield (
                     name,
-                    Unfit(
+                    InvalidClaim(
                         f"missing, {self.name} does not have {stored.key}. "
                         "Was lora.targets changed?"
                     ),
@@ -281,14 +283,14 @@ class AdapterCheckpoint:
                     f"{self.name} has {stored.key} with shape {tensor.shape}, the model expects "
                     f"{stored.shape}."
                 )
-                yield name, Unfit(f"{reason} Was lora.rank changed?")
+                yield name, InvalidClaim(f"{reason} Was lora.rank changed?")
             else:
                 placed[name] = [Placed(tensor, piece) for piece in stored.pieces(info.shape)]
                 places[name] = stored
                 yield name, Read(reader, name, info.shape)
         for key in left:
             reason = f"unexpected, {self.name} has it and the model has no such adapter."
-            yield key, Unfit(f"{reason} Was lora.targets changed?")
+            yield key, InvalidClaim(f"{reason} Was lora.targets changed?")
 
 
 class _AdapterReader:

@@ -40,13 +40,13 @@ from titanlite.features.transformers.conversion import (
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import (
     Alias,
+    InvalidClaim,
     Plan,
     Read,
     Region,
     Source,
     TensorEntry,
     TensorInfo,
-    Unfit,
     local_of,
     share_out,
 )
@@ -65,7 +65,9 @@ class TransformersCheckpoint(StoredWeights):
         super().__init__(folder, stored)
         self._model = model
 
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source | Unfit]]:
+    def __call__(
+        self, tensors: Mapping[str, TensorInfo]
+    ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         used = self._claim_stored(tensors)
         for name, info in tensors.items():
             master = self.stored.tensors.get(MASTER_PREFIX + name)
@@ -81,7 +83,7 @@ class TransformersCheckpoint(StoredWeights):
 
     def _claim_stored(self, tensors: Mapping[str, TensorInfo]) -> set[str]:
         """Claim all stored sources of `tensors`; return the keys of these sources."""
-        self._claims: dict[str, Source | Unfit] = {}
+        self._claims: dict[str, Source | InvalidClaim] = {}
         self._whole: dict[str, Group] = {}
         converting = ConvertingReader(self.folder, self.stored, self._model, self._whole)
         keys = [key for key in self.stored.tensors if not key.startswith(MASTER_PREFIX)]
@@ -142,19 +144,19 @@ class TransformersCheckpoint(StoredWeights):
                         self._claims[name] = Read(converting, name, tuple(value.shape), kept)
                 return
         except ValueError as error:
-            self._claims[group.first] = Unfit(f"{self.name}: {error}.")
+            self._claims[group.first] = InvalidClaim(f"{self.name}: {error}.")
             return
         for name, parts in placed.items():
             if name in tensors:
                 self._claim_tensor(name, tensors[name], parts, found[name].shape)
             else:
-                self._claims[name] = Unfit(explain_unexpected(self.name))
+                self._claims[name] = InvalidClaim(explain_unexpected(self.name))
 
     def _claim_tensor(
         self, name: str, info: TensorInfo, parts: list[Placed], shape: tuple[int, ...]
     ) -> None:
         if shape != info.shape:
-            self._claims[name] = Unfit(
+            self._claims[name] = InvalidClaim(
                 f"{self.name} has it with shape {shape}, the model expects {info.shape}."
             )
             return
@@ -183,7 +185,7 @@ class TransformersCheckpoint(StoredWeights):
             if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
                 del self._claims[name]
                 if name in self.untied:
-                    self._claims[name] = Unfit(self.untied[name])
+                    self._claims[name] = InvalidClaim(self.untied[name])
 
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Claim the class's own initialization for tensors that the class allows to be missing."""
@@ -199,7 +201,7 @@ class TransformersCheckpoint(StoredWeights):
             if absent and source is not None and not isinstance(source, Alias):
                 self._claims[name] = source
 
-    def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, Unfit]]:
+    def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, InvalidClaim]]:
         """Return an error for tensors that are missing for a common reason; missing selection
         biases are initialized by the class.
 
@@ -221,7 +223,7 @@ class TransformersCheckpoint(StoredWeights):
         if base != "." and not any(
             name.startswith(base) for name in [*absent, *self.stored.tensors]
         ):
-            problems += [(name, Unfit(explain_absent_head(self.name))) for name in absent]
+            problems += [(name, InvalidClaim(explain_absent_head(self.name))) for name in absent]
         return problems
 
 
