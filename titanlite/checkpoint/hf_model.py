@@ -56,8 +56,8 @@ from titanlite.materialize import (
     SourceProvider,
     TensorEntry,
     TensorInfo,
+    assign_owners,
     local_of,
-    share_out,
 )
 from titanlite.models.families import family_of
 from titanlite.models.families.keys import describe_unreadable, find_quantization
@@ -362,10 +362,10 @@ class NativeFormat:
         entries = [entry for entry in entries if entry.fqn not in unused]
         model: list[Item] = []
         sidecar: list[Item] = []
-        for entry, share in zip(
-            entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
+        for entry, replica in zip(
+            entries, assign_owners((entry.tensor for entry in entries), plan.group), strict=True
         ):
-            shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
+            shard = (local_of(entry.tensor), entry.region, replica.is_owner, entry.fqn)
             held = sidecar if is_sidecar(entry.fqn, family) else model
             for piece in self.pieces(entry.fqn, entry.info.shape):
                 held.append(Item(piece, entry.saved_dtype(dtype), *shard))
@@ -377,11 +377,11 @@ def master_files(plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
     in the titanlite subfolder. The same on all ranks.
     """
     entries = [e for e in plan.entries if e.saved_dtype(dtype).itemsize < e.dtype.itemsize]
-    shares = share_out((entry.tensor for entry in entries), plan.group)
+    replicas = assign_owners((entry.tensor for entry in entries), plan.group)
     masters = []
-    for entry, share in zip(entries, shares, strict=True):
+    for entry, replica in zip(entries, replicas, strict=True):
         piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-        shard = (local_of(entry.tensor), entry.region, share.mine, entry.fqn)
+        shard = (local_of(entry.tensor), entry.region, replica.is_owner, entry.fqn)
         masters.append(Item(piece, entry.dtype, *shard))
     return lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []
 

@@ -16,7 +16,7 @@ from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, 
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.materialize import Plan, Read, region_of, share_out
+from titanlite.materialize import Plan, Read, assign_owners, region_of
 from titanlite.materialize.execute import read_tensors, sharded_like
 from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
 
@@ -77,11 +77,11 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
     """
     states = [*_named_states(plan, optimizer)]
     items = []
-    for (key, value), share in zip(
-        states, share_out((value for _, value in states), plan.group), strict=True
+    for (key, value), replica in zip(
+        states, assign_owners((value for _, value in states), plan.group), strict=True
     ):
         piece = whole(key, tuple(value.shape))
-        items.append(Item(piece, value.dtype, local_of(value), region_of(value), share.mine))
+        items.append(Item(piece, value.dtype, local_of(value), region_of(value), replica.is_owner))
     return lay_out(items, _OPTIMIZER) if items else []
 
 

@@ -49,7 +49,7 @@ class Item:
     # this rank's shard of the run-time tensor, not a DTensor, on any device; a write casts it
     local: torch.Tensor
     local_region: Region
-    mine: bool  # True if this rank writes the shard, of all ranks that hold it
+    is_owner: bool  # True if this rank writes the shard, of all ranks that hold it
     name: str = ""  # name of the run-time tensor, if it belongs to the model
     read: Callable[[Region], torch.Tensor] | None = None
 
@@ -133,13 +133,16 @@ def write_items(
     """
     shares: dict[str, _Sums] = {}
     digests = {} if digests is None else digests
-    mine = sum(item.nbytes for file in files for item, _ in file.items if item.mine)
+    mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
     threads = io_threads()
     first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
     with timed(text, mine, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # ranks begin with different files
             parts = [
-                (item, base, box) for item, base in file.items if item.mine for box in _boxes(item)
+                (item, base, box)
+                for item, base in file.items
+                if item.is_owner
+                for box in _boxes(item)
             ]
             if not parts:
                 continue
@@ -236,7 +239,10 @@ def snapshot(
     copying.
     """
     shards = {
-        _identity(item.local): item.local for file in files for item, _ in file.items if item.mine
+        _identity(item.local): item.local
+        for file in files
+        for item, _ in file.items
+        if item.is_owner
     }
     copies: _Copies = {}
     for identity, local in shards.items():
@@ -247,7 +253,7 @@ def snapshot(
     copied = []
     for file in files:
         items = [
-            (replace(item, local=copies[_identity(item.local)]) if item.mine else item, offset)
+            (replace(item, local=copies[_identity(item.local)]) if item.is_owner else item, offset)
             for item, offset in file.items
         ]
         copied.append(replace(file, items=tuple(items)))

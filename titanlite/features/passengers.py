@@ -238,7 +238,9 @@ class CarriedTensors:
             piece = whole(key, tensor.shape)
             read = partial(_read, reader, key, dtype)
             nothing = torch.empty(0)
-            items.append(Item(piece, dtype, nothing, piece.region, mine=turn == rank, read=read))
+            items.append(
+                Item(piece, dtype, nothing, piece.region, is_owner=turn == rank, read=read)
+            )
         return items
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from titanlite.materialize.execute import allocate, fill, verify
 from titanlite.materialize.layout import Region, local_of, region_of
 from titanlite.materialize.plan import Plan, TensorEntry, build_plan
-from titanlite.materialize.replicas import share_out
+from titanlite.materialize.replicas import assign_owners
 from titanlite.materialize.sources import (
     Alias,
     Compute,

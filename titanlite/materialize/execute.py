@@ -27,7 +27,7 @@ from titanlite.materialize.layout import (
     write_rows,
 )
 from titanlite.materialize.plan import Plan, TensorEntry, named_tensors
-from titanlite.materialize.replicas import broadcast, group_size, share_out
+from titanlite.materialize.replicas import assign_owners, broadcast, group_size
 from titanlite.materialize.sources import (
     Compute,
     Init,
@@ -189,10 +189,10 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None
     of replicas. Every rank must call with the same tensors in the same order, including tensors of
     other pipeline stages.
     """
-    shares = list(share_out((tensor for tensor, _ in reads), plan.group))
+    replicas = list(assign_owners((tensor for tensor, _ in reads), plan.group))
     requests: dict[int, tuple[TensorReader, list[ReadRequest]]] = {}
-    for share, (tensor, source) in zip(shares, reads, strict=True):
-        if share.mine:
+    for replica, (tensor, source) in zip(replicas, reads, strict=True):
+        if replica.is_owner:
             _, of_reader = requests.setdefault(id(source.reader), (source.reader, []))
             of_reader.append(
                 ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor))
@@ -201,7 +201,7 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None
         with together(plan.waiting):
             for reader, of_reader in requests.values():
                 reader.read(of_reader)
-        broadcast(shares)
+        broadcast(replicas)
 
 
 @torch.no_grad()

@@ -18,24 +18,25 @@ from titanlite.materialize.layout import is_elsewhere, local_of
 
 
 @dataclass(frozen=True)
-class Share:
-    """A tensor with its owner: the one replica that reads the tensor, or writes it.
+class Replica:
+    """A tensor on this rank. Of all ranks with the same elements, one is the owner: it reads the
+    tensor and sends it to the other ones, or writes it.
 
     Attributes:
         tensor: a DTensor, or a plain tensor that all ranks of `group` hold.
-        mine: this rank is the owner.
+        is_owner: this rank is the owner.
         hops: broadcasts from the owner to the other replicas, each over one mesh axis: (group,
             sending rank in the group). Empty without replicas.
     """
 
     tensor: torch.Tensor
-    mine: bool
+    is_owner: bool
     hops: tuple[tuple[dist.ProcessGroup | None, int], ...] = ()
 
 
-def share_out(
+def assign_owners(
     tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None
-) -> Iterator[Share]:
+) -> Iterator[Replica]:
     """Choose an owner among the replicas of each tensor, so that all ranks own about the same
     number of bytes.
 
@@ -45,7 +46,7 @@ def share_out(
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
         if is_elsewhere(tensor):
-            yield Share(tensor, mine=False)
+            yield Replica(tensor, is_owner=False)
             continue
         groups = _replicas(tensor, group)
         sizes = [dist.get_world_size(axis) for axis in groups]
@@ -53,8 +54,8 @@ def share_out(
         turn = load.index(min(load))
         load[turn] += tensor.numel() * tensor.dtype.itemsize
         chosen = [int(rank) for rank in np.unravel_index(turn, sizes)] if sizes else []
-        mine = chosen == [dist.get_rank(axis) for axis in groups]
-        yield Share(tensor, mine, tuple(zip(groups, chosen, strict=True)))
+        is_owner = chosen == [dist.get_rank(axis) for axis in groups]
+        yield Replica(tensor, is_owner, tuple(zip(groups, chosen, strict=True)))
 
 
 def _replicas(
@@ -77,20 +78,20 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 @torch.no_grad()
-def broadcast(shares: Iterable[Share]) -> None:
+def broadcast(replicas: Iterable[Replica]) -> None:
     """Copy the owner's elements to the other replicas.
 
     Collectives: broadcasts over the mesh axes of the replicas; every rank must call with the same
-    shares.
+    replicas.
     """
-    for share in shares:
-        local = local_of(share.tensor)
-        if not share.hops or not local.numel():
+    for replica in replicas:
+        local = local_of(replica.tensor)
+        if not replica.hops or not local.numel():
             continue
         sent = local.contiguous()
         # The first broadcast gives correct data only to ranks that differ from the owner in its
         # axis alone. A later broadcast overwrites the data of the remaining ranks.
-        for group, source in share.hops:
+        for group, source in replica.hops:
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
         if sent is not local:
             local.copy_(sent)

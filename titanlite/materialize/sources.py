@@ -114,8 +114,8 @@ Source = Init | Compute | Alias | Keep | Read
 
 @dataclass(frozen=True)
 class InvalidClaim:
-    """A claim that cannot be followed: the provider's tensor of this name does not fit the model. The plan reports
-    `reason`.
+    """A claim that cannot be followed: the provider's tensor of this name does not fit the model.
+    The plan reports `reason`.
     """
 
     reason: str

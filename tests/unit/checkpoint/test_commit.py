@@ -40,7 +40,7 @@ def files_of(value, size=100, file_bytes=None):
     region = Region((0,), (size,))
     tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
     items = [
-        Item(whole(name, (size,)), torch.float32, tensor, region, mine=True)
+        Item(whole(name, (size,)), torch.float32, tensor, region, is_owner=True)
         for name, tensor in tensors.items()
     ]
     return lay_out(items, "model", file_bytes)

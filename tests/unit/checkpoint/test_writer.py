@@ -32,14 +32,14 @@ def whole(shape):
     return Region((0,) * len(shape), tuple(shape))
 
 
-def item(key, tensor, dtype=None, local_region=None, mine=True):
+def item(key, tensor, dtype=None, local_region=None, is_owner=True):
     """Return an item for `tensor` under `key`; this rank holds `local_region` of it, by default all
     of it.
     """
     local_region = whole(tensor.shape) if local_region is None else local_region
     local = tensor[local_region.slices]
     piece = pieces.whole(key, tuple(tensor.shape))
-    return Item(piece, dtype or tensor.dtype, local, local_region, mine)
+    return Item(piece, dtype or tensor.dtype, local, local_region, is_owner)
 
 
 def random_tensor(shape, dtype=torch.float32, seed=0):
@@ -130,7 +130,7 @@ def test_all_dtypes_and_shapes_load_with_equal_bits(tmp_path):
 def test_rows_in_another_order_have_the_digest_of_the_stored_tensor(tmp_path):
     tensor = random_tensor((6, 8))
     items = [
-        Item(piece, tensor.dtype, tensor, whole(tensor.shape), mine=True)
+        Item(piece, tensor.dtype, tensor, whole(tensor.shape), is_owner=True)
         for piece in pieces.in_rows("w", (6, 8), [(4, 2), (0, 4)])
     ]
     files = lay_out([item("a", tensor), *items], "model")
@@ -253,7 +253,7 @@ def test_snapshot_copies_each_shard_once_and_reuses_memory():
     tensors["scalar"] = torch.tensor(3.0)
     items = [
         *(item(key, tensor) for key, tensor in tensors.items()),
-        item("not mine", first + 1, mine=False),
+        item("not mine", first + 1, is_owner=False),
     ]
     files = lay_out(items, "model")
     copied, copies = snapshot(files, {})
@@ -264,7 +264,7 @@ def test_snapshot_copies_each_shard_once_and_reuses_memory():
         assert offset == same and replace(copy, local=original.local) == original
         assert (
             copy.local is original.local
-            if not copy.mine
+            if not copy.is_owner
             else same_bits(copy.local, before[copy.key])
         )
     again, kept = snapshot(files, copies)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.materialize import region_of
 from titanlite.materialize.layout import local_of
-from titanlite.materialize.replicas import broadcast, share_out
+from titanlite.materialize.replicas import assign_owners, broadcast
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 LAYOUTS = [None, *itertools.product([R, S0, S1], repeat=2)]  # None: a plain tensor
@@ -65,11 +65,11 @@ def sharded(shape, dtype, mesh, placements, fill=0):
 
 def deliver(tensors, values):
     """Fill the tensors that this rank owns, broadcast, and list the tensors with wrong values."""
-    shares = list(share_out(tensors))
-    for share, value in zip(shares, values, strict=True):
-        if share.mine:
-            local_of(share.tensor).copy_(value[region_of(share.tensor).slices])
-    broadcast(shares)
+    replicas = list(assign_owners(tensors))
+    for replica, value in zip(replicas, values, strict=True):
+        if replica.is_owner:
+            local_of(replica.tensor).copy_(value[region_of(replica.tensor).slices])
+    broadcast(replicas)
     return [
         i
         for i, (tensor, value) in enumerate(zip(tensors, values, strict=True))
@@ -87,9 +87,11 @@ def share_out_all(mesh):
         for shape in SHAPES
         for placements in LAYOUTS
     ]
-    shares = list(share_out(tensors))
-    assert all(share.tensor is tensor for share, tensor in zip(shares, tensors, strict=True))
-    return [(share.mine, region_of(share.tensor), len(share.hops)) for share in shares]
+    replicas = list(assign_owners(tensors))
+    assert all(replica.tensor is tensor for replica, tensor in zip(replicas, tensors, strict=True))
+    return [
+        (replica.is_owner, region_of(replica.tensor), len(replica.hops)) for replica in replicas
+    ]
 
 
 def loads_of_layouts(mesh):
@@ -97,7 +99,9 @@ def loads_of_layouts(mesh):
     for placements in [None, (R, R), (R, S0), (S0, R)]:
         tensors = [sharded((4 * size,), torch.float32, mesh, placements) for size in SIZES]
         loads[placements] = sum(
-            local_of(share.tensor).nbytes for share in share_out(tensors) if share.mine
+            local_of(replica.tensor).nbytes
+            for replica in assign_owners(tensors)
+            if replica.is_owner
         )
     return loads
 
@@ -157,10 +161,10 @@ def ranks(run_ranks):
 
 def test_one_process_is_in_charge_of_everything():
     tensors = [torch.zeros(3), torch.zeros(()), torch.zeros(0)]
-    shares = list(share_out(tensors))
-    assert all(share.mine and share.hops == () for share in shares)
-    assert all(share.tensor is tensor for share, tensor in zip(shares, tensors, strict=True))
-    broadcast(shares)
+    replicas = list(assign_owners(tensors))
+    assert all(replica.is_owner and replica.hops == () for replica in replicas)
+    assert all(replica.tensor is tensor for replica, tensor in zip(replicas, tensors, strict=True))
+    broadcast(replicas)
 
 
 def test_one_rank_of_every_replica_set_is_in_charge(ranks):
@@ -169,12 +173,12 @@ def test_one_rank_of_every_replica_set_is_in_charge(ranks):
         cases, zip(*ranks[share_out_all], strict=True), strict=True
     ):
         in_charge = collections.defaultdict(list)
-        for mine, region, num_hops in column:
-            in_charge[region].append(mine)
+        for is_owner, region, num_hops in column:
+            in_charge[region].append(is_owner)
             assert num_hops == (1 if placements is None else placements.count(R)), placements
-        for region, mine in in_charge.items():
+        for region, is_owner in in_charge.items():
             if region.numel:  # empty regions are equal even on unrelated ranks
-                assert sum(mine) == 1, (shape, placements, region)
+                assert sum(is_owner) == 1, (shape, placements, region)
 
 
 def test_ranks_get_about_equally_many_bytes(ranks):

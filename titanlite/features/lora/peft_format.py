@@ -54,8 +54,8 @@ from titanlite.materialize import (
     Source,
     SourceProvider,
     TensorInfo,
+    assign_owners,
     local_of,
-    share_out,
 )
 from titanlite.models.families import family_of
 from titanlite.models.interface import Model, is_adapter
@@ -376,15 +376,15 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     entries = [entry for entry in plan.entries if is_adapter(entry.fqn)]
     names = {entry.fqn for entry in entries}
     items = []
-    for entry, share in zip(
-        entries, share_out((entry.tensor for entry in entries), plan.group), strict=True
+    for entry, replica in zip(
+        entries, assign_owners((entry.tensor for entry in entries), plan.group), strict=True
     ):
         stored = adapter_place(entry.fqn, entry.info.shape, names, plan.model)
         # This copies only if the order of dims changes, as for B of experts.
         local = local_of(entry.tensor).permute(stored.order).contiguous()
         region = stored.stored_region(entry.region)
         items += [
-            Item(piece, entry.dtype, local, region, share.mine, entry.fqn)
+            Item(piece, entry.dtype, local, region, replica.is_owner, entry.fqn)
             for piece in stored.pieces(entry.info.shape)
         ]
     # One file of any size: peft does not read several files.

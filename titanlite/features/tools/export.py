@@ -223,7 +223,7 @@ def _lay_out_transformers(
             if form.region is None
             else partial(_read, form.entry, stored)
         )
-        items.append(Item(piece, stored, torch.empty(0), piece.region, mine=True, read=read))
+        items.append(Item(piece, stored, torch.empty(0), piece.region, is_owner=True, read=read))
     return lay_out(items, "model")
 
 

@@ -47,8 +47,8 @@ from titanlite.materialize import (
     Source,
     TensorEntry,
     TensorInfo,
+    assign_owners,
     local_of,
-    share_out,
 )
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.interface import is_adapter
@@ -407,6 +407,6 @@ class TransformersFormat:
     def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
         """Lay out the model's files; collectives as `transformers_items`."""
         entries = saved_entries(plan.entries, self._model)
-        shares = share_out(entry.tensor for entry in entries.values())
-        mine = {name: share.mine for name, share in zip(entries, shares, strict=True)}
+        replicas = assign_owners(entry.tensor for entry in entries.values())
+        mine = {name: replica.is_owner for name, replica in zip(entries, replicas, strict=True)}
         return lay_out(transformers_items(entries, mine, self._model, dtype), "model")
