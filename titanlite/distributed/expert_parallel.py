@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
 from titanlite.distributed.shard import shard_parameters
 from titanlite.models.interface import Model
-from titanlite.models.layers import keep, kept
+from titanlite.models.layers import forward_values, once_per_forward
 from titanlite.ops import group_by_expert
 from titanlite.ops.kernels import find_stand_in
 from titanlite.ops.moe_experts import gather_sum, sort_rows
@@ -60,12 +60,14 @@ class ExpertParallelDispatcher:
         """Implement `TokenDispatcher`; `experts` is titanlite's `Experts`, or has the same call
         signature.
         """
-        token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = keep(
+        token_C, rows_Tk, order_Q, token_Q, rows_Pk, ends_e, send, receive = once_per_forward(
             lambda: self._route(topk_expert_ids_Tk, experts.num_experts)
         )
         exchange = _Exchange(send, receive, self._name)
         x_PD = _Send.apply(x_TD, token_C, rows_Tk, None, exchange)
-        weight_Q = keep(lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, exchange))
+        weight_Q = once_per_forward(
+            lambda: _Send.apply(topk_scores_Tk, token_C, rows_Tk, order_Q, exchange)
+        )
         y_PD = experts(x_PD, weight_Q, token_Q, rows_Pk, ends_e, exchange)
         return _Return.apply(y_PD, token_C, rows_Tk, exchange)
 
@@ -125,7 +127,7 @@ class _Exchange:
 
     def __init__(self, send: list[int], receive: list[int], group: str) -> None:
         self.is_served = False
-        self.is_recomputed = kept.get() is not None
+        self.is_recomputed = forward_values.get() is not None
         self.to_experts = (receive, send, group)
         self.to_tokens = (send, receive, group)
         self.sent: Tensor | None = None

@@ -25,7 +25,7 @@ from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
-from titanlite.models.layers import Recomputable, kept
+from titanlite.models.layers import Recomputable, forward_values
 from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.gated_delta import import_fla
 from titanlite.ops.matmul import resolve_backend
@@ -37,7 +37,7 @@ uncompiled.
 """
 # Operators whose results selective checkpointing saves, because they are costly; it recomputes the
 # other ones.
-_KEPT_OPS = (
+_SAVED_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -155,12 +155,14 @@ def _checkpoint(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _run(forward: Callable[..., Any], values: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward`; its calls of `keep` store values the first time and read them in a replay."""
-    token = kept.set(iter(values) if values else values)
+    """Run `forward`; its calls of `once_per_forward` store values the first time and read them in a
+    replay.
+    """
+    token = forward_values.set(iter(values) if values else values)
     try:
         return forward(*args, **kwargs)
     finally:
-        kept.reset(token)
+        forward_values.reset(token)
 
 
 def _is_by_operation(section: ActivationCheckpointSection) -> bool:
@@ -168,7 +170,7 @@ def _is_by_operation(section: ActivationCheckpointSection) -> bool:
 
 
 def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(list(_KEPT_OPS))
+    return create_selective_checkpoint_contexts(list(_SAVED_OPS))
 
 
 def _let_many_graphs() -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output
-head, `keep`.
+head, `once_per_forward`.
 
 They hold parameters under Hugging Face's names, declare the sources of the values, and compute on
 local tensors, so that the same code runs on one device and on shards.
@@ -292,19 +292,21 @@ class OutputHead(Linear):
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
 
 
-# A list: `keep` appends values of the running layer to it. An iterator: a recomputation reads these
-# values. None: no whole layer is recomputed.
-kept: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar("kept", default=None)
+# A list: `once_per_forward` appends values of the running layer to it. An iterator: a recomputation
+# reads these values. None: no whole layer is recomputed.
+forward_values: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar(
+    "forward_values", default=None
+)
 
 
-def keep(make: Callable[[], Any]) -> Any:
+def once_per_forward(make: Callable[[], Any]) -> Any:
     """Return `make()`, and save the result, which should be small. If a whole layer is recomputed,
     return the saved result instead.
 
     A tensor is saved detached: gradients flow through the forward's result. Compiled code fuses
     small operations and recomputes them.
     """
-    values = None if torch.compiler.is_compiling() else kept.get()
+    values = None if torch.compiler.is_compiling() else forward_values.get()
     if isinstance(values, Iterator):
         return next(values)
     made = make()

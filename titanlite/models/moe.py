@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.interface import Context, Part, SequencePart
-from titanlite.models.layers import FeedForward, Linear, Recomputable, keep
+from titanlite.models.layers import FeedForward, Linear, Recomputable, once_per_forward
 from titanlite.ops import (
     add_expert_bias,
     clamped_swiglu,
@@ -101,7 +101,7 @@ class Router(nn.Module):
         scores_BSE = (
             scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
         )
-        chosen = keep(lambda: self._choose(scores_BSE, valid_BS))
+        chosen = once_per_forward(lambda: self._choose(scores_BSE, valid_BS))
         topk_scores_Tk, aux_loss = _Weights.apply(config, logits_BSE, scores_BSE, valid_BS, *chosen)
         if config.routed_scaling_factor != 1.0:
             topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
@@ -349,7 +349,7 @@ def dispatch_locally(
     """Implement `TokenDispatcher` for experts that are all on this rank (or all-gathered by
     FSDP).
     """
-    order_R, token_R, rows_Tk, ends_E = keep(
+    order_R, token_R, rows_Tk, ends_E = once_per_forward(
         lambda: group_by_expert(topk_expert_ids_Tk, experts.num_experts)
     )
     weight_R1 = permute_tokens(topk_scores_Tk.reshape(-1, 1), order_R, rows_Tk.view(-1, 1))

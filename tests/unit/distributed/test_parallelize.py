@@ -8,7 +8,7 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.distributed import parallelize
-from titanlite.models.layers import keep
+from titanlite.models.layers import once_per_forward
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def test_what_is_kept_is_made_once_however_often_a_layer_is_recomputed():
     made = []
 
     def layer(x, weight):
-        number = keep(lambda: len(made))  # another one, if it were made again
-        factor = keep(lambda: made.append(None) or weight * 2)
+        number = once_per_forward(lambda: len(made))  # another one, if it were made again
+        factor = once_per_forward(lambda: made.append(None) or weight * 2)
         return (x.sin() * factor * (number + 1)).sin().sin()
 
     x, weight = (torch.linspace(0.1, 1.0, 5, requires_grad=True) for _ in range(2))
