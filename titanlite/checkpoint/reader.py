@@ -299,11 +299,11 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
     box = piece.as_stored(part.box)
     nbytes = box.numel * stored.dtype.itemsize
     buffer = _buffer(buffers, device, nbytes)
-    is_kept = False
+    is_adopted = False
     if stored.scale is not None:
-        is_kept = encoding is not None and encoding.keeps(stored.dtype, stored.block)
-        is_kept = is_kept and not piece.is_transposed
-        values = _read_quantized(files, stored, piece, box, encoding if is_kept else None)
+        is_adopted = encoding is not None and encoding.can_adopt(stored.dtype, stored.block)
+        is_adopted = is_adopted and not piece.is_transposed
+        values = _read_quantized(files, stored, piece, box, encoding if is_adopted else None)
     else:
         values = buffer.memory[:nbytes].view(stored.dtype)
         _read_runs(files, stored, piece.runs(part.box), values)
@@ -316,7 +316,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
         if encoding is None:
             request.destination.view(request.region.lengths)[here.slices].copy_(values)
         else:
-            rows = values if is_kept else encoding.encode(values.reshape(-1, here.lengths[-1]))
+            rows = values if is_adopted else encoding.encode(values.reshape(-1, here.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
             for first, count in here.row_runs(request.region.lengths):
                 places[first : first + count] = rows[:count]
@@ -345,10 +345,10 @@ def _read_quantized(
     stored: StoredTensor,
     piece: Piece,
     box: Region,
-    kept_by: Encoding | None,
+    adopted_by: Encoding | None,
 ) -> torch.Tensor:
     """Read codes and scales in `box`, as `Piece.as_stored` returns it; return float32 values, or
-    codes and scales packed as `kept_by` stores them.
+    codes and scales packed as `adopted_by` stores them.
     """
     assert stored.scale is not None
     height, width = stored.block
@@ -370,7 +370,7 @@ def _read_quantized(
     rows = torch.arange(box.starts[-2], box.ends[-2]) // height
     columns = torch.arange(left, left + lengths[-1]) // width
     scales = scales[..., rows - rows[0], :]
-    if kept_by is not None:
-        return kept_by.keep(codes.flatten(0, -2), scales.flatten(0, -2))
+    if adopted_by is not None:
+        return adopted_by.adopt(codes.flatten(0, -2), scales.flatten(0, -2))
     values = quantized.decode(codes)[..., left % per_byte :][..., : lengths[-1]]
     return values.mul_(scales[..., columns - columns[0]])

@@ -231,11 +231,11 @@ def _add(sums: Iterable[_Sums]) -> _Sums:
 
 
 def snapshot(
-    files: Sequence[FileLayout], kept: Mapping[_Identity, torch.Tensor]
+    files: Sequence[FileLayout], reused: Mapping[_Identity, torch.Tensor]
 ) -> tuple[list[FileLayout], _Copies]:
     """Copy this rank's shards to the host; return the same layout over the copies, and the copies.
 
-    Pass the copies to the next call as `kept`: allocating and pinning memory takes longer than
+    Pass the copies to the next call as `reused`: allocating and pinning memory takes longer than
     copying.
     """
     shards = {
@@ -246,7 +246,7 @@ def snapshot(
     }
     copies: _Copies = {}
     for identity, local in shards.items():
-        copies[identity] = kept[identity] if identity in kept else _like(local)
+        copies[identity] = reused[identity] if identity in reused else _like(local)
         copies[identity].copy_(local, non_blocking=local.is_cuda)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

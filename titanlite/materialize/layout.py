@@ -144,13 +144,13 @@ class Encoding(Protocol):
         """Encode rows of values (N, W) as bytes (N, bytes of a row), uint8."""
         ...
 
-    def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+    def can_adopt(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
         """Return True if codes of `dtype` in a file, with a scale for each `block`, can be stored
         unchanged.
         """
         ...
 
-    def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def adopt(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Store such codes (N, W) and the scales of their blocks (N, blocks) without loss."""
         ...
 

@@ -131,7 +131,7 @@ def _encode_mxfp4(values_NnB: torch.Tensor, largest_Nn1: torch.Tensor) -> torch.
     return _join(codes[..., 0::2] | codes[..., 1::2] << 4, factor_Nn1)
 
 
-def keep_codes(codes: torch.Tensor, factors_Nn: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
+def adopt_codes(codes: torch.Tensor, factors_Nn: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     """Make uint8 records from codes (N, bytes) that are stored in the encoding of `layout`, and the
     scale of each record (N, n).
     """
@@ -275,12 +275,12 @@ class BlockEncoding:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         return encode_blocks(values, self.layout).flatten(1)
 
-    def keeps(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+    def can_adopt(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
         codes = {FP8: torch.float8_e4m3fn, MXFP4: torch.uint8}.get(self.layout)
         return dtype == codes and block[1] == self.layout.block
 
-    def keep(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return keep_codes(codes, factors, self.layout).flatten(1)
+    def adopt(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return adopt_codes(codes, factors, self.layout).flatten(1)
 
     def count_not_finite(self, local: torch.Tensor) -> int:
         return count_not_finite(local, self.layout)
