@@ -36,7 +36,7 @@ from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.config.settings import find_setting, get_value
 from titanlite.materialize import Init, Normal, materialize
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.decoder import build_decoder
 from titanlite.preflight import check
@@ -345,7 +345,7 @@ def full_tensors(model):
     """
     found, elsewhere = {}, []
     for name, tensor, _ in named_tensors(model):
-        if is_elsewhere(tensor):
+        if is_remote(tensor):
             elsewhere.append(name)
             continue
         tensor = tensor.detach()

@@ -24,7 +24,7 @@ from titanlite.data.loader import TrainLoader, ValidationSet
 from titanlite.features.tools import verify
 from titanlite.features.verify import read_certificate
 from titanlite.materialize import materialize
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 from titanlite.materialize.plan import clean_name
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import family_of
@@ -172,7 +172,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
 
         def look(optimizer, finite):
             for name, param in trainer.model.named_parameters():
-                if is_elsewhere(param):
+                if is_remote(param):
                     continue
                 assert param.grad is not None, name
                 gradients[clean_name(name)] = whole(param.grad)

@@ -14,7 +14,7 @@ from titanlite.assemble import assemble, shard
 from titanlite.base.errors import TitanliteError
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
-from titanlite.features.pipeline import Elsewhere
+from titanlite.features.pipeline import RemoteModule
 from titanlite.materialize import materialize
 from titanlite.materialize.layout import get_sharing_group, local_of
 from titanlite.models.decoder import build_decoder
@@ -38,10 +38,10 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
 
     def rank_main():
         model, plan = build(job)
-        here = {entry.fqn: not entry.is_elsewhere for entry in plan.entries}
-        assert all(entry.tensor.is_meta == entry.is_elsewhere for entry in plan.entries)
+        here = {entry.fqn: not entry.is_remote for entry in plan.entries}
+        assert all(entry.tensor.is_meta == entry.is_remote for entry in plan.entries)
         assert all(local_of(entry.tensor).numel() == entry.region.numel for entry in plan.entries)
-        assert "elsewhere" in str(plan) and get_sharing_group(model) is plan.group
+        assert "remote" in str(plan) and get_sharing_group(model) is plan.group
         nbytes = sum(
             local_of(entry.tensor).nbytes
             for entry in plan.entries
@@ -99,7 +99,7 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 
     def put_in(trainer):
         layer = trainer.model.model.layers[1]
-        if isinstance(layer, Elsewhere):
+        if isinstance(layer, RemoteModule):
             return
         forward = layer.mlp.forward
 
@@ -155,7 +155,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
         def rank_main(job=job):
             trainer = assemble(job)
             layer, norms = trainer.model.model.layers[1], []
-            if not isinstance(layer, Elsewhere):
+            if not isinstance(layer, RemoteModule):
                 forward = layer.mlp.forward
 
                 def spoiled(*args):

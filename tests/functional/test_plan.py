@@ -17,7 +17,7 @@ from titanlite.features.estimate.stand_in import observed
 from titanlite.features.estimate.trace import axis_names, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.record.run_files import count_held
-from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of
 
 _KINDS = {
     "all_gather_single": ("all_gather", 0),
@@ -94,8 +94,8 @@ def measure(checked):
         for state in trainer.parts.stepper.optimizer.state.values()
         for value in state.values()
     ]
-    params = [param for param in trainer.model.parameters() if not is_elsewhere(param)]
-    buffers = [buffer for buffer in trainer.model.buffers() if not is_elsewhere(buffer)]
+    params = [param for param in trainer.model.parameters() if not is_remote(param)]
+    buffers = [buffer for buffer in trainer.model.buffers() if not is_remote(buffer)]
 
     batches = trainer.parts.loader.micro_batches(1)
     held = [*params, *buffers, *states, trainer.parts.stepper.finite_guard.in_a_row]

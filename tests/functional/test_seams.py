@@ -15,7 +15,7 @@ from traced_layers import TORCH_COMPILE_WARNINGS
 import titanlite.train_step
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of
 from titanlite.optim.optimizer import Diagnosis
 from titanlite.optim.schedule import Schedule
 
@@ -184,7 +184,7 @@ def train_measured(job, measures):
 def scale(params, factor):
     with torch.no_grad():
         for param in params:
-            if not is_elsewhere(param):
+            if not is_remote(param):
                 param.mul_(factor)
 
 
@@ -221,7 +221,7 @@ def test_weights_that_change_after_a_validation_are_used_and_kept(
         trainer = assemble(job)
         params = list(trainer.model.parameters())
         losses = [trainer.validate()[0]]
-        before = [local_of(param).clone() for param in params if not is_elsewhere(param)]
+        before = [local_of(param).clone() for param in params if not is_remote(param)]
         scale(params, 2.0)
         losses.append(trainer.validate()[0])
         for module in trainer.model.modules():
@@ -230,7 +230,7 @@ def test_weights_that_change_after_a_validation_are_used_and_kept(
         losses.append(trainer.validate()[0])
         scale(params, 0.5)
         losses.append(trainer.validate()[0])
-        after = [local_of(param) for param in params if not is_elsewhere(param)]
+        after = [local_of(param) for param in params if not is_remote(param)]
         return losses, all(map(torch.equal, before, after))
 
     for (first, second, again, last), is_kept in run_ranks(degrees.world_size, rank_main):

@@ -9,7 +9,7 @@ from files import write_lines
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import get_sources
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 from titanlite.ops import local_tensor
 
 BOUND = 1e-6  # both sum the same float32 losses in different orders
@@ -24,7 +24,7 @@ def build(job):
     trainer = assemble(job)
     with torch.no_grad():
         for name, param in trainer.model.named_parameters():
-            if "_proj" in name and not is_elsewhere(param):
+            if "_proj" in name and not is_remote(param):
                 local_tensor(param).mul_(3.0)
     return trainer
 

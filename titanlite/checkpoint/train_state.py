@@ -18,7 +18,7 @@ from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
 from titanlite.materialize import Plan, Read, assign_owners, region_of
 from titanlite.materialize.execute import read_tensors, sharded_like
-from titanlite.materialize.layout import is_elsewhere, leave_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of, mark_remote
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
@@ -106,17 +106,17 @@ def _named_states(
             yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())
             continue
         for name in sorted(names_of[entry.tensor]):
-            if entry.is_elsewhere:
-                value = _state_elsewhere(entry.tensor, name, state_dtype)
+            if entry.is_remote:
+                value = _remote_state(entry.tensor, name, state_dtype)
             else:
                 value = optimizer.state[entry.tensor][name]
             yield f"{name}.{entry.fqn}", value
 
 
-def _state_elsewhere(param: torch.Tensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+def _remote_state(param: torch.Tensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
     shape, dtype = ((), torch.float32) if name == "step" else (param.shape, dtype or param.dtype)
     state = torch.empty(shape, dtype=dtype, device="meta")
-    leave_elsewhere(state)
+    mark_remote(state)
     return state
 
 
@@ -137,7 +137,7 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, stored.tensors, plan, optimizer):
         value = param
-        if not is_elsewhere(param):
+        if not is_remote(param):
             value = optimizer.state[param][name] = _empty_state(
                 param, name, stored.tensors[key], optimizer
             )

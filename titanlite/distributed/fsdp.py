@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from titanlite.config.schema import BLOCK_SIZES, LoRASection, ParallelismSection, TrainingSection
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.execute import sharded_like
-from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import Experts
 
@@ -98,7 +98,7 @@ def apply_fsdp(
         for layer, modules in units.items()
     }
     # FSDP2 cannot reduce the gradient of a parameter without elements.
-    ignored = whole | {p for p in model.parameters() if is_elsewhere(p) or not p.numel()}
+    ignored = whole | {p for p in model.parameters() if is_remote(p) or not p.numel()}
     attributes = {
         name: dict(vars(param)) for name, param in model.named_parameters(remove_duplicate=False)
     }

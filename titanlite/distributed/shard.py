@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 
 ParameterPlacements = dict[nn.Parameter, Placement]
 
@@ -25,7 +25,7 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, placements: ParameterPl
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             holders[param].append((module, name))
     for param, placement in placements.items():
-        if is_elsewhere(param):
+        if is_remote(param):
             continue
         local = param.detach()
         if isinstance(placement, Shard):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import OptimizerSection
-from titanlite.materialize.layout import Region, is_elsewhere, local_of, region_at, region_of
+from titanlite.materialize.layout import Region, is_remote, local_of, region_at, region_of
 from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, group_parameters
@@ -383,7 +383,7 @@ class Muon(torch.optim.Optimizer):
         )
         self._adamw, self._momentum = adamw, momentum
         all_params = ((param, group) for group in self.param_groups for param in group["params"])
-        self._params = [(param, group) for param, group in all_params if not is_elsewhere(param)]
+        self._params = [(param, group) for param, group in all_params if not is_remote(param)]
         # the same dictionaries: `Schedule` sets the rates of both
         self.param_groups += adamw.param_groups
         adamw.state = self.state

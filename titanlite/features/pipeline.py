@@ -3,7 +3,7 @@ pass from stage to stage.
 
 All ranks get the same micro-batches. The first stage has the embedding; the last one has the final
 norm, the output head and the losses. Each stage sends hidden states to the next one. Remote
-modules, which other stages hold, stay on meta under their names (`Elsewhere`), so every stage is
+modules, which other stages hold, stay on meta under their names (`RemoteModule`), so every stage is
 called like a whole model: the placeholder of a remote module receives, sends or passes on hidden
 states.
 
@@ -29,7 +29,7 @@ from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.materialize.layout import leave_elsewhere, set_sharing_group
+from titanlite.materialize.layout import mark_remote, set_sharing_group
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import Decoder, LossSums
 
@@ -55,18 +55,18 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
     layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
     receive, send = partial(_receive, link=link), partial(_send, link=link)
     for number in set(range(len(layers))) - set(dims.degrees.stage_layers(len(layers), stage)):
-        layers[number] = Elsewhere(layers[number], _skip)
+        layers[number] = RemoteModule(layers[number], _skip)
     if stage > 0:
-        backbone.embed_tokens = Elsewhere(backbone.embed_tokens, receive)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.embed_tokens = RemoteModule(backbone.embed_tokens, receive)  # pyright: ignore[reportAttributeAccessIssue]
     if not dims.is_last_stage:
-        backbone.norm = Elsewhere(backbone.norm, _hand_on)  # pyright: ignore[reportAttributeAccessIssue]
-        model.lm_head = Elsewhere(model.lm_head, send)  # pyright: ignore[reportAttributeAccessIssue]
+        backbone.norm = RemoteModule(backbone.norm, _hand_on)  # pyright: ignore[reportAttributeAccessIssue]
+        model.lm_head = RemoteModule(model.lm_head, send)  # pyright: ignore[reportAttributeAccessIssue]
     model.register_forward_hook(partial(_share_logits, link=link))
     assert dims.stage_group is not None
     set_sharing_group(model, dims.stage_group)
 
 
-class Elsewhere(nn.Module):
+class RemoteModule(nn.Module):
     """Placeholder for a remote `module`, which another stage holds; its parameters and buffers stay
     on meta.
 
@@ -89,7 +89,7 @@ class Elsewhere(nn.Module):
         self._original = (module,)  # in a tuple, so that it is not registered as a submodule
         self.instead = instead
         for tensor in [*module.parameters(), *module.buffers()]:
-            leave_elsewhere(tensor)
+            mark_remote(tensor)
 
     def declare_sources(self) -> dict[str, Source]:
         (original,) = self._original

@@ -65,7 +65,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
         module._flat_weight_refs = []  # tensors with weak references cannot be swapped
     for entry in plan.entries:
         tensor = entry.tensor
-        if entry.is_elsewhere:
+        if entry.is_remote:
             continue
         target = (
             buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
@@ -164,7 +164,7 @@ def fill(plan: Plan, seed: int) -> None:
     # Drawing is host work that releases the interpreter lock. The ranks of a node divide its cores.
     threads = max(1, (os.cpu_count() or 1) // read_ranks_here())
     with ThreadPoolExecutor(min(threads, 16)) as pool:
-        held = [entry for entry in plan.entries if not entry.is_elsewhere]
+        held = [entry for entry in plan.entries if not entry.is_remote]
         jobs = [
             pool.submit(_fill_one, entry, seed)
             for entry in held
@@ -273,7 +273,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
             f"{name}: is no longer the tensor that was planned as {fqn} (replaced or untied)."
             for name in untied
         ]
-    if entry.is_elsewhere:
+    if entry.is_remote:
         return [] if tensor.is_meta else [f"{fqn}: has a value here, but other ranks hold it."]
     if tensor.is_meta:
         return [f"{fqn}: still on the meta device."]

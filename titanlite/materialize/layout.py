@@ -159,7 +159,7 @@ class Encoding(Protocol):
         ...
 
 
-_ENCODING, _ELSEWHERE, _SHARING_GROUP = "encoding", "is_held_elsewhere", "sharing_group"
+_ENCODING, _REMOTE, _SHARING_GROUP = "encoding", "is_remote", "sharing_group"
 
 
 def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
@@ -205,11 +205,11 @@ def is_fillable(dtype: torch.dtype) -> bool:
     return True
 
 
-def leave_elsewhere(tensor: torch.Tensor) -> None:
+def mark_remote(tensor: torch.Tensor) -> None:
     """Mark a meta tensor as remote: only other ranks hold it, it stays on meta here, and this
     rank's region is empty.
     """
-    setattr(tensor, _ELSEWHERE, True)
+    setattr(tensor, _REMOTE, True)
 
 
 def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -224,16 +224,16 @@ def get_sharing_group(model: nn.Module) -> dist.ProcessGroup | None:
     return getattr(model, _SHARING_GROUP, None)
 
 
-def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return True for remote tensors, which `leave_elsewhere` marked."""
-    return getattr(tensor, _ELSEWHERE, False)
+def is_remote(tensor: torch.Tensor) -> bool:
+    """Return True for remote tensors, which `mark_remote` marked."""
+    return getattr(tensor, _REMOTE, False)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's data as a plain tensor that shares memory with `tensor`; empty if `tensor`
     is remote.
     """
-    if is_elsewhere(tensor):
+    if is_remote(tensor):
         return torch.empty((0,) * tensor.dim(), dtype=tensor.dtype)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
@@ -253,7 +253,7 @@ def region_of(tensor: torch.Tensor) -> Region:
     if (
         isinstance(tensor, DTensor)
         and tensor.device_mesh.get_coordinate() is not None
-        and not is_elsewhere(tensor)
+        and not is_remote(tensor)
     ):
         local_shape = tuple(local_of(tensor).shape)
         if local_shape != stored.lengths:
@@ -270,7 +270,7 @@ def local_shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _stored_here(tensor: torch.Tensor) -> Region:
     nothing = Region((0,) * tensor.dim(), (0,) * tensor.dim())
-    if is_elsewhere(tensor):
+    if is_remote(tensor):
         return nothing
     if not isinstance(tensor, DTensor):
         return Region(nothing.starts, tuple(tensor.shape))

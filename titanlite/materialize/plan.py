@@ -22,8 +22,8 @@ from titanlite.materialize.layout import (
     Region,
     encoding_of,
     get_sharing_group,
-    is_elsewhere,
     is_fillable,
+    is_remote,
     local_shape_of,
     region_of,
     shape_of,
@@ -65,8 +65,8 @@ class TensorEntry:
         return self.names[0]
 
     @property
-    def is_elsewhere(self) -> bool:
-        return is_elsewhere(self.tensor)
+    def is_remote(self) -> bool:
+        return is_remote(self.tensor)
 
     @property
     def encoding(self) -> Encoding | None:
@@ -119,7 +119,7 @@ class Plan:
                 f"{s}:{s + n}"
                 for s, n in zip(entry.region.starts, entry.region.lengths, strict=True)
             )
-            local = "elsewhere" if entry.is_elsewhere else f"[{local}]"
+            local = "remote" if entry.is_remote else f"[{local}]"
             rows.append((entry.fqn, str(entry.info.shape), entry.form, local, str(entry.source)))
             rows += [(name, "", "", "", str(Alias(entry.fqn))) for name in entry.names[1:]]
         return format_table(rows, indent="")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def assign_owners(
     """
     loads: defaultdict[Hashable, list[int]] = defaultdict(list)
     for tensor in tensors:
-        if is_elsewhere(tensor):
+        if is_remote(tensor):
             yield Replica(tensor, is_owner=False)
             continue
         groups = _replicas(tensor, group)

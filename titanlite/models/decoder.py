@@ -17,7 +17,7 @@ from torch import nn
 from titanlite.base.log import logger
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import MoESection
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 from titanlite.materialize.sources import Alias, Source
 from titanlite.models.attention import SelfAttention
 from titanlite.models.families import layers_of
@@ -235,8 +235,8 @@ class Decoder(Model):
             return [], []
         before, after = [self.model.embed_tokens], [self.model.norm, self.lm_head]
         # Modules of other pipeline stages are not called here.
-        return [m for m in before if not is_elsewhere(m.weight)], [
-            m for m in after if not is_elsewhere(m.weight)
+        return [m for m in before if not is_remote(m.weight)], [
+            m for m in after if not is_remote(m.weight)
         ]
 
     def embedding_and_head(self) -> tuple[nn.Module, nn.Module]:

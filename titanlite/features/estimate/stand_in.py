@@ -30,7 +30,7 @@ from titanlite.features.estimate.tracker import GRADIENTS, UNITS, FixedScalars, 
 from titanlite.features.images import ImageBatch
 from titanlite.materialize import Plan, build_plan
 from titanlite.materialize.execute import exchange, sharded_like
-from titanlite.materialize.layout import is_elsewhere
+from titanlite.materialize.layout import is_remote
 from titanlite.models.interface import Model
 from titanlite.objective import Objective
 from titanlite.ops import grouped_gemm
@@ -78,15 +78,15 @@ class StandInTrainer(TrainStep):
         """Create optimizer states as a first step does, without DTensor's temporaries of global
         size, which a run does not hold.
         """
-        for param in filterfalse(is_elsewhere, self.model.parameters()):
+        for param in filterfalse(is_remote, self.model.parameters()):
             param.grad = torch.zeros_like(param) if param.requires_grad else None
         step_if_finite(self.optimizer, torch.ones((), dtype=torch.bool))
         self.optimizer.zero_grad()
 
     def persistent(self) -> Iterator[torch.Tensor]:
         """Yield every tensor that lives from step to step."""
-        yield from filterfalse(is_elsewhere, self.model.parameters())
-        yield from filterfalse(is_elsewhere, self.model.buffers())
+        yield from filterfalse(is_remote, self.model.parameters())
+        yield from filterfalse(is_remote, self.model.buffers())
         yield from self.optimizer_states()
         yield self.finite_guard.in_a_row
         if hasattr(self.balancer, "counts"):
@@ -187,7 +187,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
 def _allocate(plan: Plan, model: Model) -> None:
     """Allocate as `materialize.allocate` does, but tensors without data."""
     for entry in plan.entries:
-        if not entry.tensor.is_meta or entry.is_elsewhere:
+        if not entry.tensor.is_meta or entry.is_remote:
             continue
         local = torch.empty(entry.local_shape, dtype=entry.dtype)
         if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):

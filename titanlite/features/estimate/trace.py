@@ -25,7 +25,7 @@ from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, obs
 from titanlite.features.estimate.tracker import UNITS, Kind, Segment, StepRecorder
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.process_group import fake_ranks
-from titanlite.materialize.layout import is_elsewhere, local_of
+from titanlite.materialize.layout import is_remote, local_of
 from titanlite.metrics.flops import train_flops_per_token
 from titanlite.models.families import layers_of
 from titanlite.models.families.config_json import cut_layers
@@ -324,7 +324,7 @@ def _summarize(
         kind = kind._replace(group="world" if is_global else axes[kind.group])
         work[kind] = work.get(kind, Work()) + found
     model = trainer.model
-    params = [local_of(param) for param in model.parameters() if not is_elsewhere(param)]
+    params = [local_of(param) for param in model.parameters() if not is_remote(param)]
     recorder.leave_out(params)
     weights = sum(param.nbytes for param in params)
     num_layers = len(model.decoder_layers())
@@ -338,7 +338,7 @@ def _summarize(
         model_flops_per_token=train_flops_per_token(model, trainer.job.training.seq_len),
         weights=weights,
         optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
-        buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_elsewhere(buffer)),
+        buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_remote(buffer)),
         padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
         micro_batches=sum(repeats),
         traced_layers=num_layers,

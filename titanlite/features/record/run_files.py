@@ -152,7 +152,7 @@ def count_held(plan: Plan, optimizer: torch.optim.Optimizer) -> tuple[int, int, 
     The padding of uneven shards is not counted. No communication.
     """
     params = [
-        entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_elsewhere
+        entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_remote
     ]
     trained = [entry for entry in params if entry.tensor.requires_grad]
     states = count_states(optimizer)
