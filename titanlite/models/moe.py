@@ -102,7 +102,9 @@ class Router(nn.Module):
             scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
         )
         chosen = once_per_forward(lambda: self._choose(scores_BSE, valid_BS))
-        topk_scores_Tk, aux_loss = _Weights.apply(config, logits_BSE, scores_BSE, valid_BS, *chosen)
+        topk_scores_Tk, aux_loss = _RouterWeights.apply(
+            config, logits_BSE, scores_BSE, valid_BS, *chosen
+        )
         if config.routed_scaling_factor != 1.0:
             topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
         if self.training and self.z_loss_coeff:  # arXiv:2202.08906, eq. 5
@@ -174,7 +176,7 @@ def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
     )
 
 
-class _Weights(torch.autograd.Function):
+class _RouterWeights(torch.autograd.Function):
     """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to
     20) as a sum over this rank's tokens.
 
