@@ -168,7 +168,7 @@ class Mixture(Protocol):
         """Return the position of each source, in sequences, before training sample `samples`."""
         ...
 
-    def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
+    def resume_at(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
         """Continue at sample `samples`, where each source has given its `taken` sequences; new
         sources begin at 0.
         """

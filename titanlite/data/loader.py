@@ -101,7 +101,7 @@ class TrainLoader:
         earlier steps took from each source of a mixture, which may have been a different mixture.
         """
         if isinstance(self.dataset, Mixture):
-            self.dataset.go_on(self.seed, samples, taken or {})
+            self.dataset.resume_at(self.seed, samples, taken or {})
         self._start = (step, max(samples, skip_to))
 
     def get_taken(self, step: int) -> dict[str, int]:

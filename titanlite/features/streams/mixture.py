@@ -53,7 +53,7 @@ class MixtureDataset:
 
     Attributes:
         offsets: number of sequences that a source is ahead of its quota, in a run that began with a
-            different mixture (`go_on`).
+            different mixture (`resume_at`).
 
     Raises:
         DataError: only some sources have preference pairs; or there are no weights, and the length
@@ -105,7 +105,7 @@ class MixtureDataset:
             name: self.offsets.get(name, 0) + n for name, n in zip(self.names, counts, strict=True)
         }
 
-    def go_on(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
+    def resume_at(self, seed: int, samples: int, taken: Mapping[str, int]) -> None:
         """Continue at sample `samples`, with each source after its `taken` sequences; new sources
         begin at 0.
         """

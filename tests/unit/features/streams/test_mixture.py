@@ -195,7 +195,7 @@ def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
 
 def test_a_source_that_is_new_begins_with_its_first_sequence():
     dataset = make_mixture([1, 1, 1])
-    dataset.go_on(5, 600, {"a": 123, "gone": 45})
+    dataset.resume_at(5, 600, {"a": 123, "gone": 45})
     assert dataset.get_taken(5, 600) == {"a": 123, "b": 0, "c": 0}
     first = next(token for token in ids(dataset, 600, 700) if token // 1000 == 2)
     part = dataset.parts[1]
