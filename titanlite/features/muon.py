@@ -63,7 +63,7 @@ class _Route:
     owned: list[_Owned] = field(default_factory=list)
 
 
-class MatrixExchange:
+class MatrixRedistribution:
     """Application of a function to every matrix of `params`, plain or DTensors, whatever part this
     rank holds.
 
@@ -355,7 +355,7 @@ class Muon(torch.optim.Optimizer):
     """One optimizer of two: Muon for the matrices in `groups`, and `adamw` for its own parameters.
 
     `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together
-    on one of them (`MatrixExchange`), so the step is that of one process on any mesh, up to
+    on one of them (`MatrixRedistribution`), so the step is that of one process on any mesh, up to
     rounding.
 
     Args:
@@ -389,12 +389,12 @@ class Muon(torch.optim.Optimizer):
         adamw.state = self.state
         stepped = [param for param, _ in self._params]
         rows = [widths.get(param, (param.shape[-2],)) for param in stepped]
-        self._exchange = MatrixExchange(stepped, rows, group)
+        self._exchange = MatrixRedistribution(stepped, rows, group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Step all parameters that have a gradient; with `found_inf` = 1 nothing changes.
-        Collectives: those of `MatrixExchange.apply` for each of its buckets.
+        Collectives: those of `MatrixRedistribution.apply` for each of its buckets.
         """
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self._adamw.found_inf = found_inf  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.config import JobConfig
 from titanlite.config.check import check_values
 from titanlite.config.schema import OptimizerSection
-from titanlite.features.muon import MatrixExchange, Muon, build_muon, muon_matrices
+from titanlite.features.muon import MatrixRedistribution, Muon, build_muon, muon_matrices
 from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -167,7 +167,7 @@ def split_like(make, world_size, experts_over=1):
             ]
             experts = torch.empty(8, 48, 16, device="meta")
             params.append(distribute_tensor(experts, both, [Shard(1), Shard(0)]))
-            found.append(make(MatrixExchange(params, [(64,)] * 5 + [(24, 24)], None)))
+            found.append(make(MatrixRedistribution(params, [(64,)] * 5 + [(24, 24)], None)))
     return found
 
 
