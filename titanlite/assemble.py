@@ -63,7 +63,7 @@ from titanlite.features.lora.block_formats import encode_weights
 from titanlite.features.lora.layers import apply_lora
 from titanlite.features.lora.peft_format import PeftFormat
 from titanlite.features.muon import build_muon
-from titanlite.features.passengers import carry_passengers
+from titanlite.features.passthrough import carry_passthrough
 from titanlite.features.pipeline import apply_pipeline_parallel, describe_pipeline
 from titanlite.features.record.publish import (
     configure_wandb,
@@ -131,7 +131,7 @@ def assemble(checked: Checked) -> Trainer:
     checkpointer = build_checkpointer(run, model, tokenizer, loader)
     sources = checkpointer.weight_sources(model)
     plan = fill(run, model, sources)
-    carry_passengers(run.job, model.config, sources, checkpointer)
+    carry_passthrough(run.job, model.config, sources, checkpointer)
     optimizer = build_optimizer(run.job, model, run.dims)
     checkpointer.load_state(plan, optimizer)
     objective = build_objective(run.job, model.config.vocab_size)

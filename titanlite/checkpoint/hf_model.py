@@ -37,7 +37,7 @@ from titanlite.checkpoint.pieces import (
     checkpoint_pieces,
     explain_unexpected,
     find_layout,
-    find_passengers,
+    find_passthrough,
     is_sidecar,
     whole,
 )
@@ -158,7 +158,7 @@ class StoredWeights:
     all of them reported at once.
 
     Attributes:
-        passengers: stored tensors that the model does not compute; known after the claims.
+        passthrough: stored tensors that the model does not compute; known after the claims.
         untied: the problem of each tied tensor that is stored twice with different values, by name.
         absent_bias: True if a selection bias of the family may be absent; it is then zero, or as
             its class initializes it.
@@ -170,7 +170,7 @@ class StoredWeights:
         self.name = f"checkpoint {folder}"
         self.folder = folder
         self.stored = stored
-        self.passengers: list[str] = []
+        self.passthrough: list[str] = []
         self.untied: Mapping[str, str] = {}
         self.absent_bias = False
         self._placed: dict[str, Sequence[Placed]] = {}
@@ -191,11 +191,11 @@ class StoredWeights:
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
     ) -> list[tuple[str, InvalidClaim]]:
-        """Divide the keys that are not `used` into passengers, which are recorded, and unexpected
-        ones, which are returned with an error.
+        """Divide the keys that are not `used` into passthrough tensors, which are recorded, and
+        unexpected ones, which are returned with an error.
         """
-        self.passengers = find_passengers(self.stored.tensors, used, patterns)
-        known = {*used, *self.passengers}
+        self.passthrough = find_passthrough(self.stored.tensors, used, patterns)
+        known = {*used, *self.passthrough}
         return [
             (shown(key), InvalidClaim(explain_unexpected(self.name)))
             for key in self.stored.tensors

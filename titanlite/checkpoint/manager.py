@@ -118,7 +118,7 @@ class Checkpointer:
 
     def carry(self, carried: Any) -> None:
         """Add tensors that the model does not compute to every checkpoint: see
-        `features/passengers.py`.
+        `features/passthrough.py`.
 
         Raises CheckpointError, on all ranks: the model's description cannot be changed to name
         them.

@@ -177,13 +177,13 @@ def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
     return next((order(config) for key, order in orders.items() if re.search(key, name)), ())
 
 
-def find_passengers(
+def find_passthrough(
     keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()
 ) -> list[str]:
-    """Return the passengers among the stored `keys`: tensors that the model, which reads `used`,
-    does not have on purpose.
+    """Return the passthrough tensors among the stored `keys`: tensors that the model, which reads
+    `used`, does not have on purpose.
 
-    A passenger matches `patterns`, which transformers' class ignores; or it is in a part that
+    Such a tensor matches `patterns`, which transformers' class ignores; or it is in a part that
     `_PART` names, or in a layer for multi-token prediction, and the model reads nothing from that
     part or layer.
     """
@@ -204,7 +204,7 @@ def part_of(key: str) -> str:
 
 
 def explain_unexpected(where: str) -> str:
-    """Return why a stored tensor is refused that is not among `find_passengers`."""
+    """Return why a stored tensor is refused that is not among `find_passthrough`."""
     return (
         f"unexpected, {where} has it and the model does not. Correct its name, or remove it there."
     )

@@ -30,7 +30,7 @@ from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out,
 from titanlite.config.settings import spell_dtype
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
-from titanlite.features.passengers import find_carried
+from titanlite.features.passthrough import find_carried
 from titanlite.features.record.publish import render_merge_card
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.transformers.checkpoint import StoredForm, saved_entries, stored_forms

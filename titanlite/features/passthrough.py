@@ -1,8 +1,8 @@
-"""Passengers: tensors of a model's folder that the model does not compute, copied into every
-checkpoint and exported folder.
+"""Passthrough tensors: tensors of a model's folder that the model does not compute, copied into
+every checkpoint and exported folder.
 
 Examples: layers for multi-token prediction and, in a run on text, the vision tower
-(`find_passengers` has the rule). They stay in their files, and saving copies their bytes, 1 MiB at
+(`find_passthrough` has the rule). They stay in their files, and saving copies their bytes, 1 MiB at
 a time. Two kinds change:
 
 - Copies of the embedding or of the output head, recognized by their names, are written from the
@@ -51,14 +51,14 @@ from titanlite.models.families.family import TEXT_CONFIG
 _COPIES = ("embed_tokens.weight", "head.weight")
 
 
-def carry_passengers(
+def carry_passthrough(
     job: JobConfig,
     config: AnyModelConfig,
     sources: Iterable[SourceProvider],
     checkpointer: Checkpointer,
 ) -> None:
-    """Add the passengers to the checkpoints of a run whose weights came from `sources`; not to
-    checkpoints of adapters.
+    """Add the passthrough tensors to the checkpoints of a run whose weights came from `sources`;
+    not to checkpoints of adapters.
 
     Raises:
         CheckpointError: as `find_carried`. Collective: every rank must call.
@@ -75,15 +75,15 @@ def carry_passengers(
 def find_carried(
     sources: Iterable[SourceProvider], config: AnyModelConfig, dtype: torch.dtype
 ) -> "CarriedTensors | None":
-    """Return the passengers of the folder that `sources` read, after a plan was built from them,
-    and log what they are.
+    """Return the passthrough tensors of the folder that `sources` read, after a plan was built from
+    them, and log what they are.
 
     Dequantized tensors are converted to `dtype`.
 
     Raises:
         CheckpointError: FP8 without its scales. The same on all ranks.
     """
-    source: Any = next((source for source in sources if getattr(source, "passengers", ())), None)
+    source: Any = next((source for source in sources if getattr(source, "passthrough", ())), None)
     if source is None:
         return None
     carried = CarriedTensors(source, config, dtype)
@@ -93,7 +93,7 @@ def find_carried(
 
 
 class CarriedTensors:
-    """The passengers of one folder, with their present location: the folder, or a later
+    """The passthrough tensors of one folder, with their present location: the folder, or a later
     checkpoint.
     """
 
@@ -105,7 +105,7 @@ class CarriedTensors:
         is_part = isinstance(config, ModelConfig) and source.layout.prefix != BASE
         self._larger = Path(source.folder) if is_part else None  # folder of the larger model
         self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
-        carried = [part for key in source.passengers for part in detach_scales(tensors[key])]
+        carried = [part for key in source.passthrough for part in detach_scales(tensors[key])]
         self._stored = {tensor.key: tensor for tensor in carried}
         raise_problems(
             CheckpointError,
@@ -121,7 +121,7 @@ class CarriedTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that passengers add to a checkpoint."""
+        """Bytes that these tensors add to a checkpoint."""
         return sum(item.nbytes for item in self._items({}))
 
     def explain(self) -> str:
@@ -142,7 +142,7 @@ class CarriedTensors:
         )
 
     def describe(self, description: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return config.json with the passengers' counts and parts. On one rank.
+        """Return config.json with the counts and parts of these tensors. On one rank.
 
         Raises:
             CheckpointError: transformers rejects it.
@@ -153,7 +153,7 @@ class CarriedTensors:
         if isinstance(self._config, TransformersConfig):
             if (hf := self._config.hf).get("model_type") == table.get("model_type"):
                 return {}
-            # The class computes the text part of a larger model, whose other parts are passengers.
+            # The class computes the text part of a larger model, whose other parts pass through.
             larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
             larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
             return render(
@@ -169,8 +169,8 @@ class CarriedTensors:
         return {"config.json": (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()}
 
     def add_to(self, files: Sequence[FileLayout]) -> list[FileLayout]:
-        """Lay out the model's `files` again, with the passengers after its own tensors. The same on
-        all ranks.
+        """Lay out the model's `files` again, with the passthrough tensors after its own. The same
+        on all ranks.
         """
         items = [item for file in files if file.is_of_model for item, _ in file.items]
         carried = self._items({item.key: item for item in items})
@@ -187,7 +187,7 @@ class CarriedTensors:
         }
 
     def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
-        """Read the passengers from the checkpoint in `folder`, which has `files`, from now on."""
+        """Read the tensors from the checkpoint in `folder`, which has `files`, from now on."""
         places = {
             item.key: StoredTensor(
                 item.key, item.dtype, item.piece.shape, folder / file.name, start, item.nbytes
@@ -200,7 +200,7 @@ class CarriedTensors:
         self._stored = places
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-        """Find the passengers whose names are those of token tables: layers for multi-token
+        """Find the tensors whose names are those of token tables: layers for multi-token
         prediction have copies of them.
         """
         rows = self._config.vocab_size

@@ -1,4 +1,4 @@
-"""What is a passenger, what becomes of it, and that it is never in memory."""
+"""Which tensors pass through, what becomes of them, and that they are never in memory."""
 
 import dataclasses
 
@@ -13,9 +13,9 @@ from tests.saving import model_files, save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint import reader
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.checkpoint.pieces import find_passengers
+from titanlite.checkpoint.pieces import find_passthrough
 from titanlite.checkpoint.writer import create_files, snapshot, write_items
-from titanlite.features.passengers import find_carried
+from titanlite.features.passthrough import find_carried
 from titanlite.features.tools.export import export_checkpoint
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
@@ -59,7 +59,7 @@ def with_more(saved, folder, more, **config):
 
 
 def carried_in(folder, config=GLM):
-    """Plan and passengers of a native model in `folder`."""
+    """Plan and passthrough tensors of a native model in `folder`."""
     model = build_decoder(config)
     source = weights_of(folder, model, exact=True)
     plan = materialize(model, "cpu", [source])
@@ -90,10 +90,10 @@ def test_which_tensors_may_be_carried(key, is_one):
         "model.vision_part.proj.weight",
     }
     keys = [*used, "model.layers.2.eh_proj.weight", key]
-    assert (key in find_passengers(keys, used, ["^passed.over"])) == is_one
+    assert (key in find_passthrough(keys, used, ["^passed.over"])) == is_one
 
 
-def test_what_is_neither_computed_nor_a_passenger_is_refused(saved, tmp_path):
+def test_what_neither_is_computed_nor_passes_through_is_refused(saved, tmp_path):
     with_more(saved, tmp_path / "base", EH_PROJ | {"model.layers.0.mlp.up.weight": torch.ones(2)})
     with pytest.raises(PlanError) as error:
         carried_in(tmp_path / "base")
