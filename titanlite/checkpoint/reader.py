@@ -32,7 +32,8 @@ from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.materialize import ReadRequest, Region, TensorReader
 from titanlite.materialize.layout import Encoding, rows_of
 
-JOB_BYTES, DIRECT_BYTES = 1 << 20, 8 << 20  # with a buffer, and without
+JOB_BYTES = 1 << 20  # of a read into a buffer
+DIRECT_BYTES = 8 << 20  # of a read into a shard
 
 
 class Placed(NamedTuple):
@@ -299,11 +300,11 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
     box = piece.as_stored(part.box)
     nbytes = box.numel * stored.dtype.itemsize
     buffer = _buffer(buffers, device, nbytes)
-    is_adopted = False
+    adopted_by: Encoding | None = None
     if stored.scale is not None:
-        is_adopted = encoding is not None and encoding.can_adopt(stored.dtype, stored.block)
-        is_adopted = is_adopted and not piece.is_transposed
-        values = _read_quantized(files, stored, piece, box, encoding if is_adopted else None)
+        if encoding is not None and not piece.is_transposed:
+            adopted_by = encoding if encoding.can_adopt(stored.dtype, stored.block) else None
+        values = _read_quantized(files, stored, piece, box, adopted_by)
     else:
         values = buffer.memory[:nbytes].view(stored.dtype)
         _read_runs(files, stored, piece.runs(part.box), values)
@@ -316,7 +317,9 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
         if encoding is None:
             request.destination.view(request.region.lengths)[here.slices].copy_(values)
         else:
-            rows = values if is_adopted else encoding.encode(values.reshape(-1, here.lengths[-1]))
+            rows = values
+            if adopted_by is None:
+                rows = encoding.encode(values.reshape(-1, here.lengths[-1]))
             places = rows_of(request.destination, rows.shape[-1])
             for first, count in here.row_runs(request.region.lengths):
                 places[first : first + count] = rows[:count]
@@ -353,7 +356,8 @@ def _read_quantized(
     assert stored.scale is not None
     height, width = stored.block
     dims = len(stored.shape)
-    (*outer, top, left), lengths = box.starts[-dims:], box.lengths[-dims:]
+    *outer, top, left = box.starts[-dims:]
+    lengths = box.lengths[-dims:]
     box = Region((*outer, top + piece.row, left), lengths)
 
     def read(tensor: StoredTensor, rows: int, columns: int) -> torch.Tensor:

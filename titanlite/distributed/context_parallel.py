@@ -31,7 +31,8 @@ from titanlite.distributed.collectives import (
 from titanlite.models.interface import Core, Part, SequencePart
 from titanlite.models.layers import Embedding, OutputHead, RotaryEmbedding
 
-_SEQUENCE_DIM, _HEADS_DIM = 1, 2
+_SEQUENCE_DIM = 1
+_HEADS_DIM = 2
 
 
 class Peers(NamedTuple):

@@ -342,7 +342,8 @@ def _take_gradient(find_param: "ref[nn.Parameter]", copy: torch.Tensor) -> None:
     """Add the gradient of a copy to that of its parameter. There is none if the matmul has added it
     already.
     """
-    grad, copy.grad = copy.grad, None
+    grad = copy.grad
+    copy.grad = None
     param = find_param()
     if grad is None or param is None:
         return

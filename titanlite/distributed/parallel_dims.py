@@ -37,7 +37,8 @@ class ParallelDims:
     @classmethod
     def build(cls, degrees: Degrees, device_type: str) -> "ParallelDims":
         """Create the meshes. Collective: every rank of the default process group must call."""
-        d, sparse = degrees, None
+        d = degrees
+        sparse = None
         sizes = {"pp": d.pp, "dp_replicate": d.dp_replicate, d.fsdp_axis: d.fsdp, "tp": d.tp}
         dense = _build_mesh(device_type, sizes, d.fsdp_axis)
         if d.experts_on_own_mesh:
@@ -46,7 +47,8 @@ class ParallelDims:
         cp_group = stage_group = backward_group = None
         rank = dist.get_rank()
         if d.pp > 1:
-            first, size = d.stage_of(rank) * d.stage_size, d.stage_size
+            size = d.stage_size
+            first = d.stage_of(rank) * size
             stage_group = _new_group(range(first, first + size))
             backward_group = _new_group(range(rank % size, d.world_size, size))
         if d.cp > 1:  # a separate group, even if it has all ranks

@@ -145,7 +145,8 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     if section.mode in ("none", "auto") or _is_by_operation(section):
         return
     every = 1 if section.mode == "full" else int(section.selective_ac_option)
-    keeps_rng, here = model.draws_random(), set(model.decoder_layers())
+    keeps_rng = model.draws_random()
+    here = set(model.decoder_layers())
     for layer in here.intersection(model.all_layers()[::every]):
         layer.forward = partial(_checkpoint, layer.forward, preserve_rng_state=keeps_rng)
 

@@ -130,9 +130,10 @@ def _look_up_own_rows(
 
 def vocab_shard(weight_VD: torch.Tensor, mesh: DeviceMesh) -> VocabShard:
     """Return this rank's rows of the output head's weight, for `linear_cross_entropy`."""
-    start, group = region_of(weight_VD).starts[0], mesh.get_group()
-    reduce_max, reduce_sum = (
+    group = mesh.get_group()
+    return VocabShard(
+        region_of(weight_VD).starts[0],
+        weight_VD.shape[0],
         partial(_all_reduce_max, group=group),
         partial(all_reduce, group=register_group(group)),
     )
-    return VocabShard(start, weight_VD.shape[0], reduce_max, reduce_sum)

@@ -159,7 +159,9 @@ class Encoding(Protocol):
         ...
 
 
-_ENCODING, _REMOTE, _SHARING_GROUP = "encoding", "is_remote", "sharing_group"
+_ENCODING = "encoding"
+_REMOTE = "is_remote"
+_SHARING_GROUP = "sharing_group"
 
 
 def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
@@ -249,22 +251,11 @@ def region_of(tensor: torch.Tensor) -> Region:
 
     Raises ValueError: a placement is neither a shard nor a replica (`Partial` has no region).
     """
-    stored = _stored_here(tensor)
-    if (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh.get_coordinate() is not None
-        and not is_remote(tensor)
-    ):
-        local_shape = tuple(local_of(tensor).shape)
-        if local_shape != stored.lengths:
-            raise ValueError(
-                f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}."
-            )
-    return _values_in(tensor, stored)
+    return _values_in(tensor, _stored_here(tensor))
 
 
 def local_shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the part of `tensor` that this rank stores, from the layout alone."""
+    """Return the shape of the part of `tensor` that this rank stores; raises as `region_of`."""
     return _stored_here(tensor).lengths
 
 
@@ -275,9 +266,17 @@ def _stored_here(tensor: torch.Tensor) -> Region:
     if not isinstance(tensor, DTensor):
         return Region(nothing.starts, tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is not None and not tensor.numel():  # FSDP2 splits (5, 0) into parts of (0, 0)
-        return Region(nothing.starts, tuple(local_of(tensor).shape))
-    return nothing if coordinate is None else _stored_at(tensor, coordinate)
+    if coordinate is None:
+        return nothing
+    local_shape = tuple(local_of(tensor).shape)
+    if not tensor.numel():  # FSDP2 splits (5, 0) into parts of (0, 0)
+        return Region(nothing.starts, local_shape)
+    stored = _stored_at(tensor, coordinate)
+    if local_shape != stored.lengths:
+        raise ValueError(
+            f"layout {tensor.placements}: local shape {local_shape}, expected {stored.lengths}."
+        )
+    return stored
 
 
 def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:

@@ -155,7 +155,9 @@ class Patterns:
     """
 
     def __init__(self, claims: Mapping[str, Source]) -> None:
-        self.name, self.complete, self._claims = "sources", False, claims
+        self.name = "sources"
+        self.complete = False
+        self._claims = claims
 
     def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
         for pattern, source in self._claims.items():

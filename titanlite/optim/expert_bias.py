@@ -38,7 +38,8 @@ class ExpertBiasBalancer:
         sum_over_ranks: Callable[[torch.Tensor], object],
         stage_size: int | None = None,
     ) -> None:
-        numbers, counters = model.moe_layer_numbers(), model.expert_counters()
+        numbers = model.moe_layer_numbers()
+        counters = model.expert_counters()
         self._num_layers = len(numbers)
         # The layers of a stage are consecutive; this rank adds zeros for the layers of other
         # stages.
@@ -48,11 +49,9 @@ class ExpertBiasBalancer:
         balanced = model.moe_layers()
         self._routers = [moe.gate for moe in balanced.values()]
         self._rows = [numbers.index(number) for number in balanced]  # of the routers, in `counts`
-        self._update_rate, self._sum_over_ranks, self._stage_size = (
-            update_rate,
-            sum_over_ranks,
-            stage_size,
-        )
+        self._update_rate = update_rate
+        self._sum_over_ranks = sum_over_ranks
+        self._stage_size = stage_size
         if numbers:
             # (layers, E) int64: this rank's rows since the last `step`
             self.counts = self._make_counts(model)
@@ -158,7 +157,8 @@ def complete_balancing(
     its checkpoint. A checkpoint without that entry is from a run that had no balance loss by
     default.
     """
-    rate, coeff = section.expert_bias_update_rate, section.aux_loss_coeff
+    rate = section.expert_bias_update_rate
+    coeff = section.aux_loss_coeff
     if not has_weights and isinstance(model, ModelConfig) and model.num_experts > model.top_k:
         if family_of(model).expert_bias_key is not None:
             rate = BIAS_UPDATE_RATE if rate is None else rate
