@@ -34,8 +34,6 @@ def attach_scales(
     """
     found = dict(tensors)
     for key, tensor in tensors.items():
-        name = key.removesuffix("_blocks")
-        scale = tensors.get(f"{name}_scales")
         if tensor.dtype in FP8:
             module = key.removesuffix(".weight")
             suffixes = () if module == key else (".scale", ".qscale_weight")
@@ -46,10 +44,15 @@ def attach_scales(
             found[key] = tensor._replace(scale=scale, block=declared or tensor.shape[-2:])
             for unused in (*keys, f"{module}.activation_scale", f"{module}.input_scale"):
                 found.pop(unused, None)
-        elif name != key and scale is not None and tensor.dtype == scale.dtype == torch.uint8:
-            del found[key], found[scale.key]
-            shape = (*tensor.shape[:-2], 2 * math.prod(tensor.shape[-2:]))
-            found[name] = tensor._replace(key=name, shape=shape, scale=scale, block=_MXFP4_BLOCK)
+        elif key.endswith("_blocks"):
+            name = key.removesuffix("_blocks")
+            scale = tensors.get(f"{name}_scales")
+            if scale is not None and tensor.dtype == scale.dtype == torch.uint8:
+                del found[key], found[scale.key]
+                values = (*tensor.shape[:-2], 2 * math.prod(tensor.shape[-2:]))
+                found[name] = tensor._replace(
+                    key=name, shape=values, scale=scale, block=_MXFP4_BLOCK
+                )
     return found
 
 

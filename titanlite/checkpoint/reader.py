@@ -355,6 +355,7 @@ def _read_quantized(
     """
     assert stored.scale is not None
     height, width = stored.block
+    # In coordinates of the stored tensor. Dims of length 1 that it does not have come first.
     dims = len(stored.shape)
     *outer, top, left = box.starts[-dims:]
     lengths = box.lengths[-dims:]
