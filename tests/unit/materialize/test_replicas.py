@@ -81,7 +81,7 @@ def deliver(tensors, values):
 # them ----
 
 
-def share_out_all(mesh):
+def assign_all(mesh):
     tensors = [
         sharded(shape, torch.float32, mesh, placements)
         for shape in SHAPES
@@ -137,7 +137,7 @@ def deliver_large_and_small(mesh):
 
 
 WORK = (
-    share_out_all,
+    assign_all,
     loads_of_layouts,
     deliver_every_layout,
     deliver_large_and_small,
@@ -170,7 +170,7 @@ def test_one_process_is_in_charge_of_everything():
 def test_one_rank_of_every_replica_set_is_in_charge(ranks):
     cases = itertools.product(SHAPES, LAYOUTS)
     for (shape, placements), column in zip(
-        cases, zip(*ranks[share_out_all], strict=True), strict=True
+        cases, zip(*ranks[assign_all], strict=True), strict=True
     ):
         in_charge = collections.defaultdict(list)
         for is_owner, region, num_hops in column:
