@@ -67,17 +67,17 @@ def commit_folder(
             if on_first:
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
-        share: dict[str, tuple[int, int]] = {}
+        sums: dict[str, tuple[int, int]] = {}
         digests = {item.key: 0 for item in _certified(files)} if certify else {}
         with together(group), saving(folder):
-            share = write_items(temporary, files, f"writing {folder}", digests)
-        shares = gather_objects(share, group)
+            sums = write_items(temporary, files, f"writing {folder}", digests)
+        sums_of_ranks = gather_objects(sums, group)
         digests = dict(zip(digests, add_up(digests.values(), group), strict=True))
         with together(group), saving(folder):
             if on_first:
                 if certify is not None:
                     rest = {**rest, **certify(_certified(files), digests)}
-                _complete(temporary, files, rest, shares)
+                _complete(temporary, files, rest, sums_of_ranks)
                 _appear(temporary, folder)
     except CheckpointError:
         if on_first:
@@ -95,10 +95,10 @@ def _complete(
     temporary: Path,
     files: Sequence[FileLayout],
     rest: Mapping[str, bytes],
-    shares: Sequence[Mapping[str, tuple[int, int]]],
+    sums_of_ranks: Sequence[Mapping[str, tuple[int, int]]],
 ) -> None:
     """Write the files without tensors and the manifest, and flush the whole folder to the disk."""
-    entries = {file.name: _entry(file.nbytes, checksum(file, shares)) for file in files}
+    entries = {file.name: _entry(file.nbytes, checksum(file, sums_of_ranks)) for file in files}
     for name, content in rest.items():
         path = temporary / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,12 +166,12 @@ def saving(folder: Path) -> Generator[None]:
 
 
 def check_folder(
-    folder: Path, *, checksums: bool = False, share: tuple[int, int] = (0, 1)
+    folder: Path, *, checksums: bool = False, stripe: tuple[int, int] = (0, 1)
 ) -> list[str]:
     """Compare the files in `folder` with its manifest; return a problem for each file that is
     missing or differs.
 
-    Sizes cost a system call per file; `checksums` reads every byte. `share` = (i, n) selects every
+    Sizes cost a system call per file; `checksums` reads every byte. `stripe` = (i, n) selects every
     nth file, from the ith on.
 
     Raises TransientError: a file exists but cannot be read, which does not mean that it is damaged.
@@ -189,7 +189,7 @@ def check_folder(
             "not know."
         ]
     problems = list[str]()
-    for name, entry in list(files.items())[share[0] :: share[1]]:
+    for name, entry in list(files.items())[stripe[0] :: stripe[1]]:
         path = folder / name
         try:
             size = check_regular(path).st_size

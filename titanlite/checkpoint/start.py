@@ -54,8 +54,8 @@ def find_start(
             return None
         problems: list[str] = []
         if section.verify_checksums:
-            share = (dist.get_rank(), dist.get_world_size())
-            mine = check_folder(folder, checksums=True, share=share)
+            stripe = (dist.get_rank(), dist.get_world_size())
+            mine = check_folder(folder, checksums=True, stripe=stripe)
             problems = [problem for found in gather_objects(mine, group) for problem in found]
         if not problems:
             break

@@ -131,7 +131,7 @@ def write_items(
     `text` begins the log line. This rank's summands of the items' digests are added to `digests`,
     by key, for the keys in it.
     """
-    shares: dict[str, _Sums] = {}
+    sums_of_files: dict[str, _Sums] = {}
     digests = {} if digests is None else digests
     mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
     threads = io_threads()
@@ -155,14 +155,14 @@ def write_items(
                     for part in parts
                 )
                 done = run_jobs(jobs, threads)
-                shares[file.name] = _add(sums for sums, _ in done)
+                sums_of_files[file.name] = _add(sums for sums, _ in done)
                 for (item, _, _), (_, summand) in zip(parts, done, strict=True):
                     if item.key in digests:
                         digests[item.key] += summand
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-    return shares
+    return sums_of_files
 
 
 def _boxes(item: Item) -> Iterator[Region]:
@@ -206,15 +206,19 @@ def _write(
     return _add(sums), summand
 
 
-def checksum(file: FileLayout, shares: Iterable[Mapping[str, _Sums]]) -> str:
-    """Return the Adler-32 of a file in hex; `shares` are the ranks' parts of it.
+def checksum(file: FileLayout, sums_of_ranks: Iterable[Mapping[str, _Sums]]) -> str:
+    """Return the Adler-32 of a file in hex; `sums_of_ranks` are the ranks' parts of it.
 
     The two sums of Adler-32, of the bytes and of the bytes times their distances from the end, can
     be added up in any order.
     """
     header = _sums(memoryview(file.header), file.nbytes - len(file.header))
     first, second = _add(
-        [(1, file.nbytes), header, *(share[file.name] for share in shares if file.name in share)]
+        [
+            (1, file.nbytes),
+            header,
+            *(sums[file.name] for sums in sums_of_ranks if file.name in sums),
+        ]
     )
     return f"{second % _ADLER_BASE << 16 | first % _ADLER_BASE:08x}"
 

@@ -265,7 +265,7 @@ def test_ranks_share_the_files(tmp_path, monkeypatch):
     assert len(everything) == 3
     for num_ranks in (1, 2, 3, 4):
         found = [
-            check_folder(folder, checksums=True, share=(rank, num_ranks))
+            check_folder(folder, checksums=True, stripe=(rank, num_ranks))
             for rank in range(num_ranks)
         ]
         assert sorted(problem for problems in found for problem in problems) == sorted(everything)

@@ -62,10 +62,10 @@ def write(folder, *of_ranks, file_bytes=None, stem="model"):
         "every rank must come to the same layout"
     )
     create_files(folder, layouts[0])
-    shares = [write_items(folder, files, "writing") for files in layouts]
+    sums = [write_items(folder, files, "writing") for files in layouts]
     for file in layouts[0]:
         assert (folder / file.name).stat().st_size == file.nbytes
-        assert checksum(file, shares) == f"{zlib.adler32((folder / file.name).read_bytes()):08x}"
+        assert checksum(file, sums) == f"{zlib.adler32((folder / file.name).read_bytes()):08x}"
     return [file.name for file in layouts[0]]
 
 
