@@ -220,30 +220,30 @@ class HFCheckpoint(StoredWeights):
         self, tensors: Mapping[str, TensorInfo]
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         claims: list[tuple[str, Source | InvalidClaim]] = []
-        used: set[str] = set()
+        stored = self.stored.tensors
         all_pieces = {
             name: self._pieces(name, info.shape)
             for name, info in tensors.items()
             if info.persistent
         }
         self._check_names(all_pieces)
-        for name, pieces in all_pieces.items():
-            info = tensors[name]
-            used.update([piece.key for piece in pieces])
-            master = MASTER_PREFIX + name
-            if master in self.stored.tensors:
-                used.add(master)
-                pieces = [whole(master, info.shape)]
-            found = [piece for piece in pieces if piece.key in self.stored.tensors]
-            if not found:
+        used = {piece.key for pieces in all_pieces.values() for piece in pieces}
+        for name, own_pieces in all_pieces.items():
+            shape = tensors[name].shape
+            master = whole(MASTER_PREFIX + name, shape)
+            pieces = [master] if master.key in stored else own_pieces
+            used.add(master.key)
+            parts = [Placed(stored[piece.key], piece) for piece in pieces if piece.key in stored]
+            if not parts:
                 continue  # the plan decides whether it may be absent
-            absent = (piece.key for piece in pieces if piece.key not in self.stored.tensors)
-            missing = dict.fromkeys(absent)
-            problems = [f"missing, {self.name} does not have {shown(key)}." for key in missing]
-            parts = [Placed(self.stored.tensors[piece.key], piece) for piece in found]
+            problems = [
+                f"missing, {self.name} does not have {shown(piece.key)}."
+                for piece in pieces
+                if piece.key not in stored
+            ]
             problems += [problem for part in parts if (problem := self._misfit(part))]
             claims += [(name, InvalidClaim(problem)) for problem in dict.fromkeys(problems)]
-            claims.append((name, self._claim_parts(name, info.shape, parts)))
+            claims.append((name, self._claim_parts(name, shape, parts)))
         claims += [(name, InvalidClaim(problem)) for name, problem in self.untied.items()]
         if not self._has_head and _HEAD in all_pieces:
             claims.append((_HEAD, InvalidClaim(explain_absent_head(self.name))))
@@ -252,7 +252,7 @@ class HFCheckpoint(StoredWeights):
             for name, pieces in all_pieces.items()
             if is_bias(name) and not is_sidecar(name, self._family)
         ]
-        absent = [key for key in biases if key not in self.stored.tensors]
+        absent = [key for key in biases if key not in stored]
         claims += judge_absent_biases(self.name, absent, len(biases), allowed=self.absent_bias)
         return claims + self._claim_rest(used)
 
