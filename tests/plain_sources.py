@@ -31,6 +31,6 @@ class StateDictReader:
             if request.encoding is None:
                 request.destination.copy_(values)
             else:
-                write_rows(
-                    request.encoding, values.to(request.destination.device), request.destination
-                )
+                values = values.to(request.destination.device)
+                rows = request.encoding.encode(values.reshape(-1, values.shape[-1]))
+                write_rows(rows, request.destination, request.region, request.region)

@@ -30,7 +30,7 @@ from titanlite.checkpoint import quantized
 from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.materialize import ReadRequest, Region, TensorReader
-from titanlite.materialize.layout import Encoding, rows_of
+from titanlite.materialize.layout import Encoding, write_rows
 
 JOB_BYTES = 1 << 20  # of a read into a buffer
 DIRECT_BYTES = 8 << 20  # of a read into a shard
@@ -313,17 +313,14 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
         values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
-        here = part.box.within(request.region)
         if encoding is None:
+            here = part.box.within(request.region)
             request.destination.view(request.region.lengths)[here.slices].copy_(values)
         else:
             rows = values
             if adopted_by is None:
-                rows = encoding.encode(values.reshape(-1, here.lengths[-1]))
-            places = rows_of(request.destination, rows.shape[-1])
-            for first, count in here.row_runs(request.region.lengths):
-                places[first : first + count] = rows[:count]
-                rows = rows[count:]
+                rows = encoding.encode(values.reshape(-1, part.box.lengths[-1]))
+            write_rows(rows, request.destination, part.box, request.region)
     if buffer.stream is not None:
         buffer.stream.synchronize()  # the buffer is reused at once; other threads continue
 

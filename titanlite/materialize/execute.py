@@ -2,7 +2,6 @@
 and then are written once from their source.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -226,12 +225,11 @@ def _draw_encoded(entry: TensorEntry, recipe: Recipe, seed: int) -> None:
     region = entry.region
     local = local_of(entry.tensor)
     assert entry.encoding is not None
-    done = 0
     for part in region.slabs(max(_DRAWN_AT_ONCE, region.lengths[-1])):  # whole rows
         values = torch.empty(part.lengths, dtype=torch.float32, device=local.device)
         recipe.fill(values, part, entry.info.shape, seed, entry.fqn)
-        write_rows(entry.encoding, values, local, done)
-        done += math.prod(part.lengths[:-1])
+        rows = entry.encoding.encode(values.view(-1, part.lengths[-1]))
+        write_rows(rows, local, part, region)
 
 
 @torch.no_grad()

@@ -185,17 +185,14 @@ def num_values(tensor: torch.Tensor) -> int:
     return math.prod(shape_of(tensor))
 
 
-def write_rows(
-    encoding: Encoding, values: torch.Tensor, local: torch.Tensor, first: int = 0
-) -> None:
-    """Encode rows of values (..., W) into the contiguous `local`, from its row `first` on."""
-    rows = encoding.encode(values.reshape(-1, values.shape[-1]))
-    rows_of(local, rows.shape[-1])[first : first + len(rows)] = rows
-
-
-def rows_of(local: torch.Tensor, row_bytes: int) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as rows (N, row_bytes), uint8."""
-    return local.view(torch.uint8).view(-1, row_bytes)
+def write_rows(rows: torch.Tensor, local: torch.Tensor, box: Region, outer: Region) -> None:
+    """Write encoded rows (N, bytes), uint8, of the values in `box` into the contiguous `local`,
+    which holds the values in `outer`.
+    """
+    held = local.view(torch.uint8).view(-1, rows.shape[-1])
+    for first, count in box.within(outer).row_runs(outer.lengths):
+        held[first : first + count] = rows[:count]
+        rows = rows[count:]
 
 
 def is_fillable(dtype: torch.dtype) -> bool:
