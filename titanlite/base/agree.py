@@ -33,8 +33,9 @@ _NCCL_SIGNS_OF_A_LOST_PEER = (
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise a `TitanliteError` of the body on all ranks, as one error of the first error's class.
 
-    A text that several ranks raise appears once, with the ranks' numbers unless all ranks raise it.
-    The body must have no collectives. Other exceptions end the rank, and with it the run.
+    A message that several ranks raise appears once, with the numbers of these ranks unless all
+    ranks raise it. The body must have no collectives. Other exceptions end the rank, and with it
+    the run.
 
     Collectives: one all-gather of small objects over `group` (the default one), which waits for all
     ranks; every rank must call.
@@ -65,8 +66,8 @@ def gather_objects(value: _T, group: dist.ProcessGroup | None = None) -> list[_T
 
 
 def merge_problems(gathered: Sequence[Sequence[str]]) -> list[str]:
-    """Return the problems of all ranks, each one once, with the ranks that have it unless all ranks
-    do.
+    """Return the problems of all ranks, each problem once, with the ranks that have it unless all
+    ranks have it.
     """
     ranks_of: defaultdict[str, list[int]] = defaultdict(list)
     for rank, problems in enumerate(gathered):
@@ -121,7 +122,7 @@ def is_lost_peer(error: Exception) -> bool:
     """Return True if a collective failed because another rank ended or hangs."""
     text = str(error)
     if isinstance(error, dist.DistBackendError) and "gloo" not in text:
-        # NCCL reports a rank's own trouble too (memory, /dev/shm, two ranks on one GPU): it must
-        # not match.
+        # NCCL also reports failures of the rank itself (memory, /dev/shm, two ranks on one GPU):
+        # these must not match.
         return any(sign in text for sign in _NCCL_SIGNS_OF_A_LOST_PEER)
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)

@@ -11,7 +11,8 @@ NOTICE_FOLDER = "TITANLITE_NOTICE_FOLDER"
 # Environment variable: endpoint and id of the rendezvous of a run's machines, if the run may lose
 # machines.
 RENDEZVOUS = "TITANLITE_RENDEZVOUS"
-# Exit codes of ranks that a launcher does not start again, because they would end in the same way.
+# Exit codes after which a launcher does not start the ranks again, because they would fail in the
+# same way.
 NEVER_RESTARTED = (2,)
 _MOST_LISTED = 1000  # a wrong checkpoint may have an error in each of its 18,867 tensors
 

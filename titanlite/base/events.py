@@ -24,9 +24,9 @@ def open_events(dump_folder: Path | None) -> None:
 def record_event(kind: str, text: str, step: int) -> None:
     """Append one event on rank 0; other ranks, and processes without an open run, write nothing.
 
-    `kind` is a word for events of the same kind ("start", "save", "skip", "error", ...), and `text`
-    is a sentence for the user. If the file cannot be written, there is only a warning, because an
-    event often precedes a worse error; the next event writes it, too.
+    `kind` is the kind of event in one word ("start", "save", "skip", "error", ...), and `text` is a
+    sentence for the user. If the file cannot be written, there is only a warning, because an event
+    often precedes a worse error. The next event writes both.
     """
     file = _state.get("file")
     if get_rank() or file is None:

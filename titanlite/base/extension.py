@@ -27,8 +27,8 @@ def is_extension(value: object) -> bool:
 
 
 def import_from(folder: Path) -> None:
-    """Make `folder`, the folder of a configuration file, the first one that extensions are imported
-    from.
+    """Make `folder`, the folder of a configuration file, the first folder that extensions are
+    imported from.
     """
     _folders.insert(0, folder.resolve())
 

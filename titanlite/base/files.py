@@ -88,9 +88,9 @@ def read_json(path: str | Path) -> Any:
 
 class AppendedFile:
     """A file to which records are appended whole or not at all. A record that cannot be written
-    waits for the next one.
+    waits for the next record.
 
-    The file is opened for each record, so that a killed process loses none, and its folder is
+    The file is opened for each record, so that a killed process loses no record; its folder is
     created if it is missing. At most 16 MiB wait; beyond that, the oldest records are dropped.
     """
 
@@ -245,7 +245,7 @@ class FolderLock:
     @classmethod
     def remove_unused(cls) -> None:
         """Remove the folders that contain only a lock of this process: its run was refused before
-        it wrote.
+        it wrote anything.
         """
         for path in list(cls._held):
             with suppress(OSError):
@@ -262,8 +262,8 @@ def _read_holder(path: Path) -> dict[str, Any]:
 
 
 def render(what: str, write: Callable[[Path], object]) -> dict[str, bytes]:
-    """Return the files that `write` writes into an empty folder, content by file name. Raises as
-    `saving_as`.
+    """Return the content of the files that `write` writes into an empty folder, by file name.
+    Raises as `saving_as`.
     """
     with saving_as(what), TemporaryDirectory(prefix="titanlite-") as name:
         write(Path(name))

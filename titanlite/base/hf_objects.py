@@ -1,8 +1,8 @@
 """The only loader of objects that transformers builds from a folder or a config.json, which may be
 untrusted.
 
-A model's code is neither run nor downloaded, nothing is unpickled, nobody is asked on the terminal,
-and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other use of
+A model's code is neither run nor downloaded, nothing is unpickled, no question appears on the
+terminal, and the network is not used. `tests/unit/base/test_hf_objects.py` finds any other use of
 transformers' loaders.
 """
 
@@ -82,8 +82,8 @@ def is_known(model_type: str) -> bool:
 def get_config_class(model_type: str, *architectures: str) -> Any:
     """Return transformers' configuration class of `model_type`.
 
-    If transformers does not know it, it is the name of a user's own family. Then the class is that
-    of the first known one of the `architectures`, or else the generic one, under this name.
+    If transformers does not know it, it is the name of a user's own family. The result is then the
+    class of the first known entry of `architectures`, or else the generic class, under this name.
     """
     import transformers
 
@@ -128,8 +128,8 @@ def _without_kernels(value: Any) -> Any:
 
 @contextmanager
 def _no_terminal() -> Iterator[None]:
-    """Empty standard input: transformers asks on the terminal wherever it does not pass on
-    `trust_remote_code`.
+    """Replace standard input by an empty one: transformers asks on the terminal wherever it does
+    not pass on `trust_remote_code`.
     """
     terminal = sys.stdin
     with open(os.devnull, encoding="utf-8") as nothing:

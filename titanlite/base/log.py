@@ -1,7 +1,7 @@
 """One logger for the package.
 
-Rank 0 logs from INFO up, to `log.txt` in the run's folder too. Other ranks log from WARNING up,
-with their rank in front.
+Rank 0 logs from INFO up, and also writes to `log.txt` in the run's folder. Other ranks log from
+WARNING up; their lines begin with their rank.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""This process: its environment (only `base` and `launch` read and set it), its console, its
-imports, its end.
+"""This process: its environment (only `base` and `launch` read and set it), console, imports and
+exit.
 
-Without a launcher it is rank 0 of 1.
+A process without a launcher is rank 0 of 1.
 """
 
 import atexit
@@ -47,7 +47,7 @@ def remove_variable(name: str) -> None:
 
 
 def set_defaults(values: Mapping[str, str]) -> dict[str, str]:
-    """Set the variables that are not set; return the resulting value of each."""
+    """Set the environment variables that are not set yet; return the resulting value of each."""
     return {name: os.environ.setdefault(name, value) for name, value in values.items()}
 
 
@@ -96,8 +96,8 @@ def environment_kept() -> Iterator[None]:
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _OTHERS_WRITE = 0o022
-# Set by profilers, which write their records when the process is torn down: Nsight Systems, and
-# others that use CUPTI.
+# Set by profilers that use CUPTI, such as Nsight Systems: they write their records when the process
+# is torn down.
 _RECORDERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH")
 _WANTED_FILES = 65_536  # a run of 400 ranks exceeds the usual limit of 1024
 # from glibc's malloc.h
@@ -117,11 +117,11 @@ def escape_controls(text: str) -> str:
 
 
 class Console:
-    """Standard output or error that lets no control character through, and can write any character.
+    """Standard output or error that escapes control characters, and can write any other character.
 
-    Progress bars write to `raw_stream`. Other attributes are the stream's. With `lossy`, text that
-    cannot be written is dropped, because a run is worth more than its console; otherwise the
-    OSError is raised.
+    Progress bars write to `raw_stream`. Other attributes are passed through to the stream. With
+    `lossy`, text that cannot be written is dropped, because a run is worth more than its console;
+    otherwise the OSError is raised.
     """
 
     def __init__(self, stream: TextIO, *, lossy: bool) -> None:
@@ -212,7 +212,7 @@ def lean_imports() -> Iterator[None]:
 
     torch and its imports are a million objects that live as long as the process. Without this, the
     collector takes a third of the 4 CPU seconds of a rank that imports everything and ends.
-    Finalizers of objects in cycles do not run at exit.
+    Finalizers of objects in reference cycles do not run at exit.
     """
     enabled = gc.isenabled()
     gc.disable()

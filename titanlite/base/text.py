@@ -22,8 +22,8 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def format_table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Format `rows`, the first of them the header, in columns as wide as their widest cell; one
-    line each.
+    """Format `rows`, of which the first is the header, in columns as wide as their widest cell; one
+    line per row.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
@@ -39,12 +39,12 @@ def format_count(number: float, noun: str) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Format the size of files, in powers of 1000."""
+    """Format a file size, in powers of 1000."""
     return _scale(nbytes, ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def format_memory(nbytes: float) -> str:
-    """Format a size of memory, in powers of 1024."""
+    """Format an amount of memory, in powers of 1024."""
     return _scale(nbytes, ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -78,7 +78,9 @@ def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
 
 
 def fold_name(name: str) -> str:
-    """Return the name of a tensor with `*` for its layer's number, the same for all layers."""
+    """Return the name of a tensor with `*` in place of its layer's number, so that all layers have
+    the same name.
+    """
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 

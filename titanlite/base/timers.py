@@ -38,7 +38,8 @@ class StepTimer:
         self._slowest_s = 0.0
 
     def start(self, phase: str | None) -> None:
-        """End the current phase and begin `phase`; None: time of no phase, such as a validation.
+        """End the current phase and begin `phase`; None begins time outside of any phase, such as a
+        validation.
 
         A step is the time between two calls with None.
         """
@@ -71,8 +72,7 @@ class StepTimer:
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, without the running phase.
 
-        On CUDA it waits for the events; after a synchronization of the caller they have passed
-        already.
+        On CUDA it waits for the events; if the caller has synchronized, they have passed already.
         """
         self._collect(wait=True)
         seconds = self._seconds
@@ -87,7 +87,7 @@ class StepTimer:
         return slowest_s
 
     def _collect(self, *, wait: bool) -> None:
-        """Sum up the spans that the device has passed, so that events are not kept for a whole log
+        """Add up the spans that the device has passed, so that events are not kept for a whole log
         interval.
         """
         while self._passed and (wait or self._passed[0].end.query()):
