@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with shared_folder() as folder:
             os.environ[NOTICE_FOLDER] = folder
-            # otherwise torchrun creates a new folder in /tmp at each start
+            # without it, torchrun creates a new folder in /tmp at each start
             options.log_dir = options.log_dir or str(Path(folder, TORCH_LOGS))
             # Each start of the ranks gets its own store. torch 2.13 would pass on the keys of the
             # previous start, with addresses of ended ranks; and ranks of a machine that had rank 0

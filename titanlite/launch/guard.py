@@ -34,7 +34,7 @@ from titanlite.launch.protocol import (
 )
 
 _HANG = 124  # exit code, as of timeout(1)
-# After one rank has failed, the others have this time to print the same error and end.
+# time that the other ranks have, after one has failed, to print the same error and end
 _LAST_WORDS_S = 0.5
 _LOOK_EVERY_S = 0.5
 
@@ -95,7 +95,7 @@ class Guard:
 
     def wants_restart(self, restarts: int, most: int) -> bool:
         """Return True, after a failure, if restarted ranks may succeed; print why they restart, and
-        leave them a note.
+        leave a note for them.
 
         A restart cannot help after an error that would occur again, or once the user has asked the
         run to stop.

@@ -30,7 +30,7 @@ def _explain(error: RuntimeError) -> TransientError:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     return TransientError(
         f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
-        f"ranks by the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
+        f"ranks through the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
         f"{str(error).splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each "
         "machine to an interface that the others can reach (`ip address` lists them), or "
         "MASTER_PORT to a free port."
@@ -41,8 +41,8 @@ def _choose_interfaces() -> None:
     """Make gloo and NCCL use the loopback interface if all ranks are on this machine, unless the
     user has named another.
 
-    Other interfaces can be reached by everybody, without authentication. With several machines,
-    gloo uses the interface from which the first machine is reached.
+    Anybody on the network can reach other interfaces, without authentication. With several
+    machines, gloo uses the interface from which the first machine is reached.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     here = os.environ.get("LOCAL_WORLD_SIZE")
@@ -121,7 +121,7 @@ def _forget_meshes() -> None:
     """Clear DTensor's cached results of operations on meshes of this process.
 
     Meshes over the same ranks compare as equal, whichever rank made them: a later mesh would get
-    the coordinate of the older one.
+    the coordinate of an earlier mesh.
     """
     debug._clear_sharding_prop_cache()  # pyright: ignore[reportPrivateUsage]
 

@@ -44,8 +44,8 @@ _KEPT = (_STOP, _ABORT, _RESTART, _LAUNCHER, TORCH_LOGS)
 _FOLDER_PREFIX = "titanlite-launch-"
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 STACK_SIGNAL = signal.SIGUSR1
-# Phases that take no longer than a collective may wait. Loading, saving, generating and the
-# diagnosis of a NaN may take longer, and so may the first step after loading, which compiles.
+# Phases with the time limit of a waiting collective. Loading, saving, generating and the diagnosis
+# of a NaN may take longer, and so may the first step after loading, which compiles.
 _LIMITED = ("data", "forward", "backward", "optimizer", "validation")
 _OF_A_STEP = _LIMITED[:4]
 _RECORD_BYTES = 1024
@@ -138,7 +138,7 @@ def forget_last_start(folder: str | Path) -> None:
 
 
 def note_restart(folder: str | Path, restart: Restart) -> None:
-    """Leave a note for the next ranks why they are restarted. Called by the launcher."""
+    """Leave a note that tells the next ranks why they are restarted. Called by the launcher."""
     Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
 
 
@@ -333,7 +333,7 @@ def was_asked_to_stop(folder: str | Path) -> bool:
 
 
 def request_stop(folder: str) -> bool:
-    """Ask all ranks to stop, from the launcher; the second call asks them to end at once.
+    """Ask all ranks to stop; at the second call, ask them to end at once. Called by the launcher.
 
     Returns True for the first call.
     """

@@ -88,7 +88,7 @@ def find_interface(host: str) -> str:
 
 def find_free_port() -> int:
     """Return a free port, for a process that opens it within seconds."""
-    # Not the generator that a run seeds, with which two runs would get the same ports.
+    # Do not use the generator that a run seeds: two runs would get the same ports.
     draw = random.SystemRandom()
     while not is_free(port := draw.choice(PORTS)):
         pass
@@ -235,8 +235,8 @@ def prepare_rendezvous(options: argparse.Namespace) -> argparse.Namespace:
     if elastic:
         # Otherwise machines would be known by names that other machines may not resolve.
         options.local_addr = options.local_addr or find_local_address(host)
-        # torchrun compares names to find the host, but machines may share a name, or have more
-        # addresses than the name's.
+        # torchrun compares names to find the host of the rendezvous, but machines may share a name,
+        # or have addresses that their name does not resolve to.
         if "is_host=" not in options.rdzv_conf and not (
             here and host in ("localhost", socket.gethostname())
         ):
@@ -272,9 +272,7 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
     elif isinstance(error, RendezvousTimeoutError):
-        why = (
-            f"{options.nnodes} machines did not come together within {_get_join_timeout(options)} s"
-        )
+        why = f"{options.nnodes} machines did not meet within {_get_join_timeout(options)} s"
     elif PORT_TAKEN in why:
         why = "another process on this machine has the port"
     return (
