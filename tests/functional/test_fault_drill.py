@@ -40,7 +40,7 @@ SAID = {
     "disk": r"cannot save to .*Training goes on, and the next save tries again",
     "term": r"stopped after step \d+ of \d+, saved",
 }
-POINTS_WAIT = "what could not be written waits for the next point"
+POINTS_WAIT = "the unwritten points wait for the next one"
 
 
 class Drill:

@@ -133,7 +133,7 @@ def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the
         "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command "
         f"resumes from the newest checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
-    assert "1 of 1, because rank 2 ended with exit code 1; training goes on from step 2" in out
+    assert "1 of 1, because rank 2 ended with exit code 1; training continues from step 2" in out
     events = read_lines(tmp_path / "run/events.jsonl")
     # Rank 0 may or may not have time to record that rank 2 ended.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]

@@ -231,7 +231,7 @@ def test_a_finished_run_says_so_and_saves_nothing(train, halfway, text_folder, t
     copy = tmp_path / "copy"
     shutil.copytree(whole, copy)
     train(TWO, copy)
-    with pytest.raises(AssertionError, match=rf"ask for 2 steps, but .* is of step {ALL}"):
+    with pytest.raises(AssertionError, match=rf"are 2 steps, but .* is at step {ALL}"):
         train(TWO, copy, "--training.steps=2", "--lr_scheduler.warmup_steps=2")
     with pytest.raises(AssertionError, match=rf"holds another run, at step {ALL}: data\.path"):
         train(TWO, copy, f"--data.path={shutil.copytree(text_folder, tmp_path / 'other')}")

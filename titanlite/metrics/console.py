@@ -49,9 +49,9 @@ def format_line(
     """Return the values of one log step, keyed by metric name, as one aligned line; absent values
     are skipped.
 
-    Of `layers`, the values per MoE layer, it shows only the worst load, which is at most
-    `most_load` (0: unknown). Padding is shown if there is much of it: FLOP/s and MFU count it,
-    tokens/s do not.
+    Of the values per MoE layer in `layers`, the line shows only the worst load; `most_load` is the
+    largest possible load (0: unknown). The line shows the padding if there is much of it, because
+    FLOP/s and MFU count padding and tokens/s do not.
     """
     width = len(str(num_steps))
     parts = [
@@ -109,7 +109,8 @@ class ProgressBar:
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            # The terminal wraps lines, not rich: lines above the bar are the same as in a pipe.
+            # Let the terminal wrap lines, not rich, so that lines above the bar are the same as in
+            # a pipe.
             console=console or Console(file=raw_output(), soft_wrap=True),
             auto_refresh=False,
             transient=True,

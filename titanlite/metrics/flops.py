@@ -35,10 +35,11 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward per token, without recomputation (PaLM,
     arXiv:2204.02311, app. B).
 
-    That is 6 per active parameter of a matmul (including the output projection, excluding the
-    embedding table), plus the FLOPs of layers in which tokens interact. Attention is counted
-    causally, `6 * heads * head_dim * seq_len`: half of the 12 in PaLM and torchtitan, whose MFU is
-    higher for that reason. If the heads of keys and values differ in width, head_dim is their mean.
+    The result is 6 FLOPs per active parameter of a matmul (including the output projection,
+    excluding the embedding table), plus the FLOPs of operations in which tokens interact. Attention
+    is counted causally, `6 * heads * head_dim * seq_len`: half of the 12 in PaLM and torchtitan,
+    whose MFU is higher for that reason. If the heads of keys and values differ in width, head_dim
+    is their mean.
 
     The 6 are 2 for forward, 2 for the gradient of the input, and 2 for the gradient of the weight.
     A frozen weight has no gradient, and backward ends at the first layer that contains or follows a

@@ -83,7 +83,8 @@ class MetricsLogger:
     line counts.
 
 
-    A point that cannot be written is one warning, and waits in memory for the next point.
+    A point that cannot be written waits in memory for the next point; only the first failure is a
+    warning.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class MetricsLogger:
         device: torch.device,
         *,
         start_step: int = 0,  # steps done before this process started
-        # the layer's number for each row of `tokens_per_expert`; default: 0, 1, ...
+        # the layer number of each row of `tokens_per_expert`; default: 0, 1, ...
         moe_layers: Sequence[int] = (),
         if_idle: str = "",  # the remedy in a warning of idle experts
-        # gets each point too, in addition to TensorBoard
+        # also gets each point
         sink: Callable[[int, Mapping[str, float]], None] | None = None,
-        # returns more values of a point
+        # returns additional values of a point
         measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
         reads_backwards: bool = False,  # `measure` reads `StepPoint.backwards`
         steps_per_epoch: float = 0.0,  # for the progress bar; 0 if it is not known
@@ -201,8 +202,8 @@ class MetricsLogger:
     def log_evaluation(
         self, step: int, values: Mapping[str, float], examples: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the scores of an evaluation after `step` optimizer steps, the main one first in
-        `values`, and some generations.
+        """Write the scores of an evaluation after `step` optimizer steps (in `values`, the main
+        score first), and some generations.
 
         `examples` have `prompt`, `prediction`, `reference` (strings) and `score`; in
         `metrics.jsonl` they are `eval/examples`.
@@ -282,18 +283,20 @@ class MetricsLogger:
             self._writer.flush()
         except OSError as error:
             logger.warning(
-                "metrics: cannot write to %s: %s. Only metrics.jsonl goes on.", folder, error
+                "metrics: cannot write to %s: %s. Only metrics.jsonl is still written.",
+                folder,
+                error,
             )
             self._tensorboard = None
 
     def _append(self, record: bytes = b"") -> None:
-        """Write what waits for metrics.jsonl and `record`; if that fails, warn once."""
+        """Append the waiting records and `record` to metrics.jsonl; if that fails, warn once."""
         try:
             self._file.append(record)
         except OSError as error:
             warn_once(
                 f"metrics: cannot write {self._file.path}: {error.strerror or error}. Training "
-                "goes on, and what could not be written waits for the next point."
+                "continues, and the unwritten points wait for the next one."
             )
 
     def _stop_bar(self) -> None:

@@ -129,7 +129,7 @@ class Backward(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One point of training; "since" means since the previous point."""
+    """One point of training; "since" in a comment means since the previous point."""
 
     step: int  # optimizer steps completed
     loss: float  # mean per token, over all ranks and the steps since
@@ -231,7 +231,7 @@ def describe_ranks(
     """Return metrics over all ranks, and lists per rank for `metrics.jsonl`, of an interval of
     `steps` steps.
 
-    `ranks` is the result of `gather_ranks`: `data_s` of the whole interval, and values of memory.
+    `ranks` is the result of `gather_ranks`: `data_s` of the whole interval, and amounts of memory.
     """
     values = {name: max(column) for name, column in ranks.items() if name.startswith("memory/")}
     if not 1 < len(ranks["data_s"]) <= _MOST_LISTED:  # keeps the lines of large runs readable
@@ -426,8 +426,8 @@ class Results:
 
 
 def _add(series: Series, name: str, step: int, value: float, sign: float, min_delta: float) -> bool:
-    """Add a value; return True if it is the best so far. A value from before training never is: it
-    has no checkpoint.
+    """Add a value; return True if it is the best so far. A value from before training is never the
+    best, because it has no checkpoint.
     """
     if series.name != name:  # a different scorer than before: values are not comparable
         series.__dict__.update(asdict(Series(name=name)))

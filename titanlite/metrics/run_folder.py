@@ -69,7 +69,7 @@ _MAY_DIFFER = {
 _VISIBLE_WITHIN_S = 30.0
 _PAUSE_S = 0.1
 _PREPARING = timedelta(days=1)
-# configuration of the run in the folder, and of a run that is being built
+# configuration of the run that is in the folder, and of a run that is being built
 _CONFIG = "config.toml"
 _NEXT_CONFIG = "config.next.toml"
 
@@ -100,8 +100,8 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
                 ) from None
             if locks[-1] is None:
                 logger.warning(
-                    "job.dump_folder: the file system of %s has no locks. Start no other run with "
-                    "this folder meanwhile: each would remove the other's checkpoints.",
+                    "job.dump_folder: the file system of %s has no locks. Start no other run in "
+                    "this folder before this one ends: each would remove the other's checkpoints.",
                     each,
                 )
 
@@ -113,8 +113,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
     """Create the run's folder and save the resolved configuration in it, on rank 0. From then on,
     log and events are written there.
 
-    The configuration gets its usual file name in `record_start`. Returns, on rank 0, the settings
-    that differ from the run that is already in the folder (`find_changes`).
+    The configuration has a temporary file name until `record_start` renames it. Returns, on rank 0,
+    the settings that differ from the run that is already in the folder (`find_changes`).
 
     Raises ConfigError, on all ranks: rank 0 cannot write there; if `checkpoint.on_save_error` is
     "continue", a full disk is only a warning. Collective: every rank must call.
@@ -153,8 +153,8 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 
 
 def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list[str]:
-    """Return the problem of a run that cannot resume its checkpoint: base model, data or objective
-    differ, or the checkpoint has more steps than the run should have. On one rank.
+    """Return why a run cannot resume its checkpoint: base model, data or objective differ, or the
+    checkpoint has more steps than the run should have. On one rank.
 
     The sources of a mixture may change. `before` is the identity in the checkpoint of `step`.
     """
@@ -175,13 +175,13 @@ def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list
         )
         return [
             f"checkpoint: {folder} holds another run, at step {step}: {text}. Set another "
-            f"job.dump_folder to begin anew, there with model.path = {weights} to begin with its "
+            f"job.dump_folder for a new run, there with model.path = {weights} to begin with its "
             f"weights{forced}."
         ]
     if step > asked:
         return [
-            f"training.steps (or epochs) ask for {asked} steps, but the checkpoint in {folder} is "
-            f"of step {step}. Set more to train on, or another job.dump_folder to begin anew."
+            f"training.steps (or epochs) are {asked} steps, but the checkpoint in {folder} is at "
+            f"step {step}. Set more to continue, or another job.dump_folder for a new run."
         ]
     return []
 
@@ -205,8 +205,8 @@ def record_start(
         record_event("resume" if resumed else "start", where, step)
         return
     text = (
-        f"restart {restart.count} of {restart.most}, because {restart.why}; training goes on from "
-        f"step {step}"
+        f"restart {restart.count} of {restart.most}, because {restart.why}; training continues "
+        f"from step {step}"
     )
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
@@ -317,8 +317,8 @@ def waiting_for_machines() -> Iterator[None]:
     """Let machines take different times for the body: at the end, all wait for the last one,
     regardless of `comm`.
 
-    One machine may have the data cached, while a new one that replaces a lost machine works for
-    hours.
+    One machine may have the data cached, while a new machine, in place of a lost one, prepares them
+    for hours.
 
     Raises TitanliteError, on all ranks: the first error that a rank raises inside. Collectives: one
     gather at the end, with several machines over a new group; every rank must call, and the body

@@ -117,8 +117,8 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     assert hold_folders(JobConfig(), tmp_path) == [None]
     assert said == [
-        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run with "
-        "this folder meanwhile: each would remove the other's checkpoints."
+        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run in "
+        "this folder before this one ends: each would remove the other's checkpoints."
     ]
 
 

@@ -274,7 +274,7 @@ def test_a_full_disk_is_one_warning_and_the_points_come_later(
     assert [point["step"] for point in read_points(tmp_path)] == steps
     out = console.getvalue()
     assert out.count("metrics: cannot write") == 1
-    assert "metrics.jsonl: File too large. Training goes on" in out
+    assert "metrics.jsonl: File too large. Training continues" in out
     assert "Traceback" not in capfd.readouterr().err
 
 
