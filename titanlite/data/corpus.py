@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NOT_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
-# Words in file names, as `datasets` interprets them.
+# Words in file names that mark a split, as in the `datasets` library.
 _SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -48,7 +48,7 @@ class Corpus:
 
     `files` are (name, path) pairs in reading order; the name is the path relative to the dataset,
     with '/' on every system. `separator` is `data.document_separator`. With a `cache_folder`,
-    digest and sizes of files that have not changed are not computed again.
+    digest and sizes are computed again only for files that have changed.
     """
 
     files: tuple[tuple[str, Path], ...]
@@ -56,7 +56,8 @@ class Corpus:
     separator: str = "none"
 
     def get_documents(self, ends: Iterable[str], found: Counter[str]) -> Iterator[str]:
-        """Yield every document; `ends` are tokens that end a text. `found` counts the separators.
+        """Yield every document; `ends` are the tokens that may end a text. `found` is filled with
+        the number of each separator.
 
         With the separator "found", an end token at the beginning or end of a line separates
         documents; a program that quotes the token has it inside a line. The newline after a
@@ -158,8 +159,8 @@ def find_files(
 
 
 def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
-    """Return the `files` in `root` whose names contain `split`, or else those of the same kind of
-    split, or else those without a split in their names.
+    """Return the `files` in `root` whose names contain `split`; if there are none, the files of the
+    same kind of split; if there are none either, the files without a split in their names.
 
     Raises DataError: all files are of different splits.
     """
@@ -176,11 +177,9 @@ def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
     found = [file for file in files if splits[file] == kind] or [
         file for file in files if splits[file] is None
     ]
-    # files for validation may be called test
+    # validation files may be named "test"
     if not found and kinds and (len(kinds) > 1 or "train" in (kind, *kinds)):
-        text = (
-            f"data: no file in {root} is of split '{split}', their names have {list_names(kinds)}. "
-        )
+        text = f"data: no file in {root} is for split '{split}', only for {list_names(kinds)}. "
         raise DataError(text + "Set data.split (or data.validation_split) to one of them.")
     return found or list(files)
 
@@ -295,8 +294,8 @@ def load_or_build(
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None if the file is missing or damaged; it may run while another process builds.
-    `build` runs under a lock and must end with `write_atomic`. The second result is the seconds
-    spent on building, or waiting for another process to build.
+    `build` runs under a lock and must end with `write_atomic`. The second result is the time in
+    seconds spent on building, or on waiting for another process to build.
 
     Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is
     damaged.
@@ -344,8 +343,8 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
     """Return `compute()`, or its cached result for the same files: a JSON value, not None.
 
     Without the cache, the digest of a terabyte would take each rank a quarter of an hour at each
-    start. `files` are the same if their stamps are equal; `what` identifies the value, and
-    everything else that it depends on. Raises as `load_or_build`.
+    start. Files are the same if their stamps are equal. `what` identifies the value and everything
+    else that it depends on. Raises as `load_or_build`.
     """
     try:
         stamps = stamp_files(files)

@@ -82,8 +82,8 @@ class BatchWithStarts(Batch):
 
 
 def copy_to(device: torch.device | str, tensor: Tensor) -> Tensor:
-    """Return `tensor` on `device`, itself if it is there. A copy from the host to CUDA is queued,
-    from pinned memory.
+    """Return `tensor` on `device`; if it is there already, return it unchanged. A copy from the
+    host to CUDA is queued, from pinned memory.
 
     A copy from pageable memory would wait for all queued work.
     """
@@ -106,7 +106,7 @@ class TrainDataset(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id that a batch can hold."""
+        """The largest token id that a batch can hold, plus one."""
         ...
 
     @property
@@ -314,12 +314,12 @@ def get_num_held_out(total: int, share: float | None = None) -> int:
 def permute_places(
     seed: int, epoch: int, num_sequences: int, places: np.ndarray | None = None
 ) -> np.ndarray:
-    """Map `places` (n,) int64, by default all, through a permutation of `num_sequences` that is
-    keyed by (seed, epoch).
+    """Map the positions `places` (n,) int64, by default all, through a permutation of
+    `num_sequences` that is keyed by (seed, epoch).
 
-    A Feistel network over the next even number of bits. Results outside of the range are mapped
-    again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary
-    finite domains"), at most four times on average.
+    A Feistel network permutes the numbers of an even number of bits, as many as needed. Results
+    outside of the range are mapped again until they are inside (cycle walking: Black and Rogaway
+    2002, "Ciphers with arbitrary finite domains"), at most four times on average.
     """
     half = np.uint64(max(-(-(num_sequences - 1).bit_length() // 2), 1))
     mask = np.uint64((1 << int(half)) - 1)

@@ -157,8 +157,8 @@ class TrainLoader:
         return chain.from_iterable(held_out.batches for held_out in self.validation_sets(num_steps))
 
     def coming_batches(self, step: int, job: JobConfig) -> Iterator[Batch]:
-        """Yield every micro-batch that this rank trains on from `step` on, then those it validates
-        on; on the host.
+        """Yield every micro-batch that this rank trains on from `step` on, then every micro-batch
+        that it validates on, as CPU tensors.
         """
         for number in range(step, job.training.steps):
             yield from self.micro_batches(number)
@@ -188,7 +188,7 @@ def build_loader(
 ) -> TrainLoader:
     """Return the batches of one data-parallel rank from `dataset`. No collectives.
 
-    `before` is the batch size of the run that is resumed.
+    `before` is the batch size that a resumed run had before.
 
     Raises DataError: the text, a row or the tokenizer is missing or unusable, or there is too
     little data for `seq_len`.
@@ -223,9 +223,9 @@ def get_kind(data: DataSection) -> str:
     """
     if data.dataset == "none":
         raise DataError(
-            "data: nothing says on which data the pretrained model is to be trained. Set data.path "
-            "to a file, folder "
-            'or hub id; or data.dataset = "stdlib" for the Python files of the standard library.'
+            "data: no data is set to train the pretrained model on. Set data.path to a file, "
+            'folder or hub id; or data.dataset = "stdlib" for the Python files of the standard '
+            "library."
         )
     if data.sources and data.dataset != "images":
         return "mixture"
@@ -281,8 +281,8 @@ def build_packed(
 
 
 def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> JobConfig:
-    """Return `job` with its global batch size, and with its epochs converted to steps, counted from
-    `before`, a `Progress`.
+    """Return `job` with its global batch size, and with its epochs converted to steps. `before` is
+    the `Progress` of the resumed run, from which epochs are counted.
     """
     training = job.training
     sequences = loader.dataset.num_train_sequences

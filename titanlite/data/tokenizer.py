@@ -49,7 +49,7 @@ _KNOWN_END_OF_TEXT = (
     "</s>",
     "<eos>",
 )
-# increase it when the training below changes; otherwise old cached tokenizers are used
+# Increase this number when the training below changes; otherwise old cached tokenizers are used.
 _RECIPE_VERSION = 2
 # Keys that transformers 5 adds to tokenizer_config.json: how it loaded the tokenizer, which is true
 # only on that machine, and its new name of the table `extra_special_tokens`, which transformers 4
@@ -286,8 +286,8 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTrainedTokenizerFast":
-    """Return `tokenizer` of `folder`; or the one in tokenizer.json, if the configuration names no
-    specific class and the two differ.
+    """Return `tokenizer` of `folder`; or the tokenizer in tokenizer.json, if the configuration
+    names no specific class and the two differ.
     """
     table = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     if table.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend"):
@@ -296,8 +296,8 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     if plain(_PROBE)["input_ids"] == tokenizer(_PROBE)["input_ids"]:
         return tokenizer
     logger.warning(
-        "data: %s: transformers' AutoTokenizer builds %s, which reads texts otherwise than "
-        "tokenizer.json. Here tokenizer.json counts; load it elsewhere with "
+        "data: %s: transformers' AutoTokenizer builds %s, which tokenizes text differently from "
+        "tokenizer.json. Training uses tokenizer.json; elsewhere, load it with "
         "PreTrainedTokenizerFast.from_pretrained.",
         folder,
         type(tokenizer).__name__,
@@ -342,8 +342,8 @@ def follow_tokenizer(
         return job
     if wanted % tp:
         raise ConfigError(
-            f"model: the tokenizer has {num_ids} tokens, and so many rows of the embedding cannot "
-            f"be shared by tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
+            f"model: the tokenizer has {num_ids} tokens, and an embedding with as many rows cannot "
+            f"be split by tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
             f"{-(-wanted // tp) * tp}."
         )
     if get_rank() == 0:
@@ -359,19 +359,18 @@ def follow_tokenizer(
 def check_vocabulary(
     job: JobConfig, vocab_size: int, num_ids: int, model_config: AnyModelConfig
 ) -> list[str]:
-    """Return the problem of token ids in the data (below `vocab_size`) without a row in the
-    embedding.
+    """Return a problem if token ids in the data (below `vocab_size`) have no row in the embedding.
 
-    For the tokenizer's ids (below `num_ids`) without a row, and for far too many rows, there is a
-    warning.
+    Only warn if ids of the tokenizer (below `num_ids`) have no row, or if there are far too many
+    rows.
     """
     rows = model_config.vocab_size
     wanted = max(vocab_size, num_ids)
     if wanted > rows:
         if job.checkpoint.initial_load_path:
             remedy = (
-                "save the model anew after transformers' "
-                f"resize_token_embeddings({wanted}) and set {weights_key(job)} to that folder"
+                f"save the model again after transformers' resize_token_embeddings({wanted}) and "
+                f"set {weights_key(job)} to that folder"
             )
         elif isinstance(model_config, ModelConfig):
             remedy = f"set model.overrides.vocab_size = {wanted}"
@@ -385,8 +384,8 @@ def check_vocabulary(
             return [text]
         if get_rank() == 0:
             logger.warning(
-                "%s The data has none of the tokens from %d on, so the run begins; with one of "
-                "them the saved model would fail.",
+                "%s The data has none of the tokens from %d on, so the run starts; but the saved "
+                "model would fail on such a token.",
                 text,
                 rows,
             )

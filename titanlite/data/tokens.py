@@ -40,7 +40,7 @@ class TokenizedCorpus:
 
     `tokens (num_tokens,)` is read-only and memory-mapped: uint16 if `vocab_size` is at most 65536,
     else uint32. `vocab_size` is one more than the largest id that the tokenizer can produce.
-    `separators` counts the separators between documents, and `spelled` the special tokens that
+    `separators` counts the separators between documents; `spelled` counts the special tokens that
     occur as text inside documents.
     """
 
@@ -63,9 +63,9 @@ class TokenizedCorpus:
         if not self.spelled:
             return ""
         return (
-            f"the text spells {_list_counts(self.spelled)} inside documents, where special tokens "
-            "are trained as letters. Remove them; or set data.document_separator to the one that "
-            "is between documents."
+            f"the text contains {_list_counts(self.spelled)} inside documents, where special "
+            "tokens are trained as plain text. Remove them; or set data.document_separator to the "
+            "separator between documents."
         )
 
     @cached_property
@@ -90,8 +90,8 @@ def build_tokens(
     A special token in the text is encoded as ordinary text, except between documents and at the
     ends of one (`build_end_reader`). Each document begins with the tokens that the tokenizer puts
     in front of any text, such as Llama's begin-of-text token, and ends with the end-of-text token.
-    Documents longer than 1 Mi characters are encoded in pieces cut after a newline, with up to one
-    unusual token per cut. A damaged file is rebuilt.
+    Documents longer than 1 Mi characters are encoded in pieces cut after a newline; at each cut,
+    one token may differ from an encoding in one piece. A damaged file is rebuilt.
 
     Raises DataError: a document cannot be read, or the cache folder cannot be written.
     """
@@ -143,7 +143,7 @@ def _batches(
     read_ends: Callable[[str], tuple[tuple[int, ...], str]],
     eos_token_id: int,
 ) -> Iterator[list[_Piece]]:
-    """Yield the pieces of all documents, in groups that are tokenized at once."""
+    """Yield the pieces of all documents, in batches that the tokenizer encodes in one call."""
     batch: list[_Piece] = []
     num_chars = 0
     for document in documents:

@@ -113,7 +113,7 @@ def test_files_of_a_split(tmp_path, names, split, chosen):
     ("name", "split"), [("test.jsonl", "train"), ("train.jsonl", "test"), ("dev.jsonl", "train")]
 )
 def test_held_out_files_are_not_trained_and_training_files_not_held_out(tmp_path, name, split):
-    with pytest.raises(DataError, match=rf"is of split '{split}'"):
+    with pytest.raises(DataError, match=rf"is for split '{split}'"):
         choose_split([tmp_path / name], tmp_path, split)
 
 
