@@ -13,11 +13,11 @@ from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, JobConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# Name of a folder in the cache of the hub's library.
+# Name of a repository's folder in the cache of huggingface_hub.
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]+)")
 _DESCRIPTION = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "README.md"]
 _WEIGHTS = ["*.safetensors"]
-# Copies of the weights in other layouts, and all subfolders.
+# Files that are not downloaded: copies of the weights in other layouts, and all subfolders.
 _IGNORED = ["consolidated*", "*/*"]
 
 
@@ -54,9 +54,9 @@ def resolve_assets(job: JobConfig, *, weights: bool = True) -> JobConfig:
     """Return `job` with `model.hf_assets_path`, `checkpoint.initial_load_path` and `lora.init_from`
     as local folders.
 
-    A run that begins with a pretrained model takes its sizes and tokenizer from there, unless they
-    are set. Repositories of the hub are downloaded on first use, weights only if `weights`, and
-    never as pickle files.
+    A run that begins with a pretrained model takes sizes and tokenizer from that model's folder,
+    unless they are set. Repositories of the hub are downloaded on first use, weights only if
+    `weights`, and never as pickle files.
 
     Raises ConfigError: a repository is not in the local cache, and cannot be downloaded.
     """
@@ -198,8 +198,8 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
 
     try:
         with suppress(LocalEntryNotFoundError):
-            # All ranks reach this line. What the check before the launch has downloaded needs no
-            # further requests.
+            # All ranks reach this line. Files that the check before the launch has downloaded need
+            # no further requests.
             folder = fetch(local_files_only=True)
             if not weights or any(Path(folder).glob("*.safetensors")):
                 return folder
@@ -209,6 +209,6 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and "
             f"cannot be downloaded: {reason.rstrip('.')}. Correct the name, give a local folder, "
-            "or set HF_HOME to a cache that has it; of a gated or private model accept the license "
-            "on the hub and log in with `hf auth login`, or set HF_TOKEN."
+            "or set HF_HOME to a cache that has it; for a gated or private model, accept the "
+            "license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None

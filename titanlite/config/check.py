@@ -27,7 +27,7 @@ from titanlite.config.settings import (
     get_values,
 )
 
-# Every test is written so that NaN fails it.
+# Every comparison is written so that NaN fails it.
 _TESTS = {
     "ge": (operator.ge, "{} or more"),
     "gt": (operator.gt, "more than {}"),
@@ -63,12 +63,12 @@ def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
     """Return a problem for each setting in `given` that has no effect in this run.
 
     `only_for` names a setting that must be given too, or one of the uses that `_get_uses` returns.
-    In the second case a default value is not a mistake: saved configurations list all
-    defaults.
+    In the second case, a setting that has its default value is not a mistake: saved configurations
+    list all defaults.
     """
     problems = []
     for key in given:
-        # For a section, the first of its settings decides.
+        # The condition of a section is the condition of its first setting.
         setting = find_setting(key) or next(iter(find_section(key) or ()), None)
         if setting is None or not (scope := setting.metadata["only_for"]):
             continue
@@ -137,7 +137,7 @@ def _check_ranges(job: JobConfig) -> Iterator[Problem]:
 
 
 def _check_combinations(job: JobConfig) -> list[_Row]:
-    """Return the mistakes in settings that contradict each other, or need another one."""
+    """Return the mistakes in settings that contradict each other, or that need another setting."""
     model = job.model
     lora = job.lora
     checkpoint = job.checkpoint
@@ -176,8 +176,8 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
         (
             has_muon and training.enable_cpu_offload,
             "optimizer.name",
-            "{} multiplies matrices, for which the host of training.enable_cpu_offload is too "
-            'slow. Set it to "AdamW", or training.enable_cpu_offload to false.',
+            "{} multiplies matrices in each step, and the host (training.enable_cpu_offload) is "
+            'too slow for that. Set it to "AdamW", or training.enable_cpu_offload to false.',
         ),
         (
             lora.rank and not checkpoint.initial_load_path,
@@ -199,7 +199,7 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
         (
             is_cached and streams,
             "".join(streams[:1]),
-            "{} has no end that dpo.reference could be computed up to before training. Set it to "
+            "{} has no known end, so dpo.reference cannot be computed before training. Set it to "
             "false, or train adapters with lora.rank, whose reference needs no cache.",
         ),
         (
@@ -221,14 +221,14 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
         (
             training.epochs and any(each.weight is not None for each in job.data.sources.values()),
             "training.epochs",
-            "{} needs sources without weights, with which each has epochs of its own. Set "
-            "training.steps, or leave the weights out.",
+            "{} needs sources without weights: with weights, each source has epochs of its own. "
+            "Set training.steps, or leave the weights out.",
         ),
     ]
 
 
 def _check_data(job: JobConfig) -> list[_Row]:
-    """Return the mistakes in the data sources, in each one and between them."""
+    """Return the mistakes in each data source, and the contradictions between sources."""
     data = job.data
     sources = get_sources(job.data)
     first = next(iter(data.sources), "NAME")
@@ -285,8 +285,8 @@ def _check_data(job: JobConfig) -> list[_Row]:
             (
                 source.streaming and len(weights) == len(unset) > 1,
                 keys["streaming"],
-                f"{{}}: how many sequences a stream has is not known, so sources need shares. Set "
-                f"{SOURCES}.{name}.weight, and that of every other source.",
+                "{}: the number of sequences of a stream is not known, so sources need "
+                f"weights. Set {SOURCES}.{name}.weight, and the weight of every other source.",
             ),
             (
                 source.path and not wanted,
@@ -301,8 +301,8 @@ def _check_data(job: JobConfig) -> list[_Row]:
             (
                 is_rows and source.train_on == "all" and source.format == "preference",
                 keys["train_on"],
-                '{} does not go with format = "preference": the prompt is the same on both sides. '
-                f'Set {keys["train_on"]} = "assistant".',
+                '{} cannot be combined with format = "preference": the prompt is the same on '
+                f'both sides. Set {keys["train_on"]} = "assistant".',
             ),
             (
                 is_rows and not source.text_field,

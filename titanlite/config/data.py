@@ -43,14 +43,14 @@ class _OneSource:
         "stdlib",
         "'stdlib': the .py files of Python's standard library. 'text': files under data.path, one "
         "document each. 'examples': rows under data.path. 'images': a .jsonl file of chats with "
-        "images, for a model with a processor. Not set: 'examples' or 'text' by the files at "
-        "path, 'stdlib' without a path.",
+        "images, for a model with a processor. Not set: 'examples' or 'text', according to the "
+        "files at path; 'stdlib' without a path.",
     )
     path: str = setting(
         "",
-        "For 'text': a file or folder. For 'examples': a .jsonl (.jsonl.gz and alike), .json, "
-        ".parquet or .csv file, a folder of such files, or the id of a dataset on the Hugging "
-        "Face hub (owner/name or owner/name@revision). For 'images': a .jsonl file.",
+        "For 'text': a file or folder. For 'examples': a .jsonl (also compressed, such as "
+        ".jsonl.gz), .json, .parquet or .csv file, a folder of such files, or the id of a dataset "
+        "on the Hugging Face hub (owner/name or owner/name@revision). For 'images': a .jsonl file.",
     )
     pattern: str = setting(
         "",
@@ -75,15 +75,15 @@ class _OneSource:
     )
     validation_path: str = setting(
         "",
-        "Held-out examples, as path (a hub dataset with validation_split). Empty: some rows of "
-        "path are held out.",
+        "Held-out examples: like path, with validation_split for a hub dataset. Empty: some rows "
+        "of path are held out.",
         only_for=EXAMPLES,
     )
     validation_share: float | None = setting(
         None,
-        "Share of the rows (of a text: of the sequences) that is held out where validation_path "
-        "is empty. 0: none. Not set: none without a validation or evaluation, otherwise 1%, but "
-        "at least the fewer of 64 rows and 10%.",
+        "Fraction of the rows (for plain text: of the sequences) that is held out if "
+        "validation_path is empty. 0: none. Not set: none without validation and evaluation; "
+        "otherwise 1%, but at least 64 rows, or 10% if that is less.",
         lt=1,
         only_for="rows of path that are held out",
     )
@@ -103,8 +103,8 @@ class _OneSource:
     )
     fields: str = setting(
         "",
-        'Columns that have other names, as a table: {question = "problem", answer = "solution"}, '
-        f"or --data.fields.question=problem. What a column can be: {', '.join(FIELDS)}.",
+        'Names of columns that differ from their fields: {question = "problem"} as a table, or '
+        f"--data.fields.question=problem. Fields: {', '.join(FIELDS)}.",
         only_for=EXAMPLES,
     )
     converter: str = setting(
@@ -121,17 +121,18 @@ class _OneSource:
     )
     too_long: TooLong = setting(
         "error",
-        "Examples longer than training.seq_len: an 'error', or 'cut' their end, 'drop' or 'split' "
-        "them (text only).",
+        "Examples longer than training.seq_len: an 'error', or 'cut' off their end, 'drop' them, "
+        "or 'split' them (text only).",
         only_for=EXAMPLES,
     )
     bad_rows: BadRows = setting(
         "error",
-        "Rows that cannot be used: refuse the data, or leave them out and report why.",
+        "Rows that cannot be used: an 'error', or 'skip' them and report why.",
         only_for=EXAMPLES,
     )
     packing: bool = setting(
-        True, "Put several examples into one sequence. They do not see each other."
+        True,
+        "Put several examples into one sequence, without attention between them.",
     )
     streaming: bool = setting(
         False,
@@ -140,7 +141,7 @@ class _OneSource:
     )
     streaming_block_rows: int = setting(
         1024,
-        "Rows that are read, packed and shuffled together, in memory, when streaming.",
+        "Number of rows that streaming reads, packs and shuffles together in memory.",
         ge=1,
         only_for="rows that are streamed",
     )
@@ -152,21 +153,21 @@ class _OneSource:
     )
     chat_template_kwargs: str = setting(
         "",
-        "Arguments of the chat template, as a JSON object or a TOML table ({enable_thinking = "
-        "false}); those of a row win.",
+        "Arguments of the chat template, as a JSON object or a TOML table "
+        "({enable_thinking = false}); arguments in a row take precedence.",
         only_for=EXAMPLES,
     )
-    skip_to_sample: int = setting(0, "Leave out the samples of the data order before this one.")
+    skip_to_sample: int = setting(0, "Skip the samples of the data order before this one.")
     chat_date: str = setting(
         "",
         "Today's date for chat templates (YYYY-MM-DD). Empty: the day on which the run first "
-        "began.",
+        "started.",
         only_for=EXAMPLES,
     )
     dropped_parts: DroppedParts = setting(
         "error",
-        "Parts of a chat that its template does not show, such as a tool or a thought: refuse the "
-        "row, or count them.",
+        "Parts of a chat that its template drops, such as a tool or the reasoning: an 'error', or "
+        "'warn' with their number.",
         only_for=EXAMPLES,
     )
     tokenizer_path: str = setting(
@@ -203,7 +204,7 @@ _PER_SOURCE = (
 SourceSection: Any = overrides_of(
     "SourceSection",
     [each for each in fields(_OneSource) if each.name in _PER_SOURCE],
-    ("path", str, setting("", "A file, folder or hub id, as data.path.")),
+    ("path", str, setting("", "A file, folder or hub id, like data.path.")),
     (
         "weight",
         float | None,
@@ -222,7 +223,7 @@ SourceSection: Any = overrides_of(
 class DataSection(_OneSource):
     sources: dict[str, SourceSection] = setting(  # type: ignore[valid-type]
         dict,
-        "Data from several places, by names of your own, in place of path; see "
+        "Data from several sources, each under a name of your choice, instead of path; see "
         "`titanlite.config.data`.",
     )
 

@@ -25,7 +25,8 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[Problem
     """Set, in place, the settings that follow from those in `given`; return the problems found.
 
     `given` maps the full key of each given setting to the file or argument that gave it; other
-    settings have the schema's default. `name` is the configuration's name, which names its folder.
+    settings have the schema's default. `name` is the configuration's name, from which its folder
+    gets its name.
     """
 
     def default(key: str, value: object) -> None:
@@ -37,7 +38,7 @@ def fill_in(job: JobConfig, given: Mapping[str, str], name: str) -> list[Problem
     problems += _fill_in_data(job, is_given="data.dataset" in given)
     for key in ("validation_share", "validation_path"):
         if (value := getattr(job.data, key)) and not wants_held_out(job):
-            text = f"data.{key} = {format_value(value)} holds rows out, and nothing looks at them"
+            text = f"data.{key} = {format_value(value)} holds rows out, and nothing uses them"
             warn_once(f"{text}. Set validation.enable = true, or leave it out.")
     default("training.seq_len", -1)
     default("job.dump_folder", f"outputs/{name}" if name else "outputs")
@@ -64,7 +65,7 @@ def _fill_in_model(job: JobConfig) -> list[Problem]:
         Problem(
             key,
             f"{key} = {format_value(other)} and model.path = {format_value(model.path)} both name "
-            f"the model. Leave {key} out; another tokenizer is data.tokenizer_path.",
+            f"the model. Leave {key} out; for another tokenizer, set data.tokenizer_path.",
         )
         for key, other in (
             ("checkpoint.initial_load_path", checkpoint.initial_load_path),
@@ -93,8 +94,8 @@ def _fill_in_model(job: JobConfig) -> list[Problem]:
 
 
 def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
-    """Resolve `training.steps` and `training.epochs`: the one given later counts. With pretrained
-    weights and neither, train for 3 epochs.
+    """Resolve `training.steps` and `training.epochs`: if both are given, the later one counts. With
+    pretrained weights and neither, train for 3 epochs.
     """
     training = job.training
     data = job.data
@@ -113,7 +114,7 @@ def _fill_in_length(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
         if is_late == epochs.startswith("override"):
             text = (
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} both "
-                "say how long the run is. Leave one of them out."
+                "set the length of the run. Leave one of them out."
             )
             return [Problem("training.epochs", text)]
         training.epochs = 0.0 if is_late else training.epochs
@@ -126,8 +127,8 @@ def wants_held_out(job: JobConfig) -> bool:
 
 
 def is_derived(job: JobConfig, key: str) -> bool:
-    """Return True if `fill_in` derives the setting from others. It is not saved, so that those can
-    be changed.
+    """Return True if `fill_in` derives the setting from other settings. It is not saved, so that a
+    resumed run can change the others.
     """
     if key == "training.steps":
         return job.training.epochs > 0
@@ -157,7 +158,7 @@ def find_kind(path: str, pattern: str = "") -> Literal["examples", "text", "mixe
 
 
 def _fill_in_data(job: JobConfig, *, is_given: bool) -> list[Problem]:
-    """Set `data.dataset` from the files at the paths, unless it `is_given`; return
+    """Set `data.dataset` according to the files at the paths, unless it `is_given`; return
     contradictions.
     """
     data = job.data
@@ -185,7 +186,7 @@ def _fill_in_data(job: JobConfig, *, is_given: bool) -> list[Problem]:
     if data.dataset == "text" and rows:
         text = (
             f'data.dataset = "text" would train {rows[0]} as it is written, with braces and field '
-            'names. Set data.dataset = "examples": of rows with text, data.text_field is trained.'
+            'names. Set data.dataset = "examples", which trains data.text_field of each row.'
         )
         return [Problem("data.dataset", text)]
     return []

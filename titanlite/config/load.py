@@ -130,7 +130,7 @@ class Reader:
     """A configuration that is being filled, with the origin of each value and all problems."""
 
     def __init__(self) -> None:
-        # imported here, because kernels and their benchmarks run where it is not installed
+        # imported here, because kernels and their benchmarks also run without OmegaConf
         from omegaconf import OmegaConf
 
         self.omegaconf = OmegaConf
@@ -138,7 +138,7 @@ class Reader:
         self.overrides: list[tuple[str, str, str]] = []  # (origin, key, text)
         self.given: dict[str, str] = {}  # key or section -> origin
         self.problems: list[tuple[str, str]] = []  # where, text
-        # keys and sections with a problem: a second problem of the same key would mislead
+        # keys and sections with a problem; further problems of the same key are not reported
         self.wrong: set[str] = set()
         self.is_whole = True  # False: a file that might set the missing values cannot be read
 
@@ -260,8 +260,8 @@ class Reader:
             self.config.data.sources[name] = SourceSection()
 
     def _refuse_key(self, where: str, key: str, value: object) -> None:
-        """Record that `key` is unknown, with the nearest keys, or that it is a section, with its
-        settings.
+        """Record that `key` is unknown, and suggest the nearest keys; or that it is a section, and
+        show how to set its keys.
         """
         is_table = isinstance(value, dict)
         of_sources = key.startswith(SOURCES)
@@ -285,13 +285,13 @@ class Reader:
         self.refuse(where, problem + hint, *(["data"] if of_sources else [key, *near]))
 
     def refuse(self, where: str, problem: str, *wrong: str) -> None:
-        """Record a problem of the keys `wrong`."""
+        """Record a problem, found at `where`, of the keys `wrong`."""
         self.problems.append((where, problem))
         self.wrong.update(wrong)
 
     def add(self, problems: Iterable[Problem], path: str) -> None:
-        """Record problems under the origin of their settings, or else under the file `path`. Keys
-        that already have a problem are skipped.
+        """Record each problem under the file or argument that gave its setting, or else under the
+        file `path`. Keys that already have a problem are skipped.
         """
         for key, text in problems:
             names = {f"{each}." for each in self.wrong}
@@ -319,7 +319,7 @@ class Reader:
 
 
 def _find_misfit(setting: Setting, value: Any) -> str:
-    """Return the problem of a value that OmegaConf would convert anyway, or cannot judge; "" if it
+    """Return the problem of a value that does not fit but that OmegaConf would accept; "" if it
     fits.
     """
     is_free = setting.calls is not None and is_extension(value)

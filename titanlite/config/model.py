@@ -33,7 +33,7 @@ def size(doc: str, default: Any = None, *, override: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings, for sequences longer than in pretraining.
+    """Frequency scaling of rotary embeddings, for longer sequences than in pretraining.
 
     `linear` (arXiv:2306.15595) divides all frequencies by `factor`. `llama3` and `yarn`
     (arXiv:2309.00071) divide low frequencies and keep high ones, with different transitions; `yarn`
@@ -41,7 +41,7 @@ class RopeScaling:
     """
 
     rope_type: Literal["linear", "llama3", "yarn"] = size("Which of the scalings.", "linear")
-    factor: float = size("How much longer sequences may be than in pretraining.", 1.0)
+    factor: float = size("How many times longer sequences may be than in pretraining.", 1.0)
     low_freq_factor: float = size("Wavelengths above original / this are divided (llama3).", 1.0)
     high_freq_factor: float = size("Wavelengths below original / this are kept (llama3).", 4.0)
     original_max_position_embeddings: int = size(
@@ -52,18 +52,18 @@ class RopeScaling:
     )
     beta_slow: float = size("Frequencies with fewer turns in it are divided (yarn).", 1.0)
     attention_factor: float | None = size(
-        "On queries and keys; unset: 0.1 * ln(factor) + 1 (yarn)."
+        "Factor on queries and keys; unset: 0.1 * ln(factor) + 1 (yarn)."
     )
     mscale: float | None = size(
-        "With mscale_all_dim, and no attention_factor: weighs ln(factor) (yarn)."
+        "Weight of ln(factor), with mscale_all_dim and without attention_factor (yarn)."
     )
     mscale_all_dim: float | None = size("The same, in the denominator (yarn).")
     truncate: bool = size("Round the ends of the transition to whole frequencies (yarn).", True)
 
     @property
     def attention_scaling(self) -> float:
-        """Factor on queries and keys that keeps attention sharp over longer sequences; 1 except in
-        yarn.
+        """Factor on queries and keys that keeps attention sharp over longer sequences; 1 for types
+        other than yarn.
         """
         if self.rope_type != "yarn":
             return 1.0
@@ -80,7 +80,8 @@ class RopeScaling:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
-# Fields of `RopeScaling` for each type: all of them, and those that a config.json may omit.
+# Fields of `RopeScaling` for each type: all of its fields, and the fields that a config.json may
+# omit.
 ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
     "llama3": (
@@ -99,15 +100,15 @@ class ModelConfig:
     """Architecture of a decoder-only transformer. Dense if `num_experts` is 0."""
 
     family: str = size(
-        "Model family, names the Hugging Face classes and checkpoint keys.", "qwen3", override=False
+        "Model family; sets the Hugging Face class and checkpoint keys.", "qwen3", override=False
     )
     vocab_size: int = size("Rows of the embedding.", 151936)
     hidden_size: int = size("Width of the residual stream (D).", 1024)
     num_layers: int = size("Decoder layers.", 28)
     num_heads: int = size("Query heads.", 16)
-    num_kv_heads: int = size("Key and value heads; num_heads is a multiple.", 8)
+    num_kv_heads: int = size("Key and value heads; num_heads is a multiple of it.", 8)
     head_dim: int = size(
-        "Width of one head; with latent attention, of the part of it that is rotated.", 128
+        "Width of one head; with latent attention, width of its rotated part.", 128
     )
     intermediate_size: int = size("Inner width of dense SwiGLU layers.", 3072)
     max_position_embeddings: int = size("Longest sequence the model is meant for.", 40960)
@@ -116,24 +117,24 @@ class ModelConfig:
     # set as its own table
     rope_scaling: RopeScaling | None = size("Rotary frequency scaling.", None, override=False)
     partial_rotary_factor: float = size(
-        "Part of each head that rotary embeddings turn.", 1.0, override=False
+        "Fraction of each head that rotary embeddings rotate.", 1.0, override=False
     )
     qk_norm: bool = size("RMSNorm on each query and key head.", True)
     qk_norm_of_all_heads: bool = size(
-        "That norm is over all heads together.", False, override=False
+        "With qk_norm, one norm over all heads together.", False, override=False
     )
     attention_bias: bool = size("Bias on q, k, v (and o) projections.", False)
     attention_output_bias: bool = size(
-        "With attention_bias, on the o projection too.", True, override=False
+        "With attention_bias, the o projection has a bias too.", True, override=False
     )
     kv_lora_rank: int = size("Width of the latent of keys and values (MLA, arXiv:2405.04434).", 0)
-    q_lora_rank: int = size("Width of the latent of queries; 0: they have none.", 0)
+    q_lora_rank: int = size("Width of the latent of queries; 0: no latent.", 0)
     qk_nope_head_dim: int = size(
-        "With latent attention, the part of a query or key head that is not rotated.", 0
+        "With latent attention, width of the part of a query or key head that is not rotated.", 0
     )
     v_head_dim: int = size("With latent attention, width of a value head.", 0)
     rope_interleave: bool = size(
-        "With latent attention, neighbours are rotated, not halves.", False
+        "With latent attention, rotate pairs of neighbours instead of the two halves.", False
     )
     tie_word_embeddings: bool = size("lm_head shares the embedding's weight.", False)
     # Ignored when models are compared: saved configurations have the tokenizer's padding token,
@@ -153,9 +154,9 @@ class ModelConfig:
     num_dense_layers: int = size("Leading layers that stay dense in an MoE model.", 0)
     num_shared_experts: int = size("Experts that every token passes, fused into one SwiGLU.", 0)
     score_func: Literal["softmax", "sigmoid"] = size("Router score function.", "softmax")
-    norm_topk_prob: bool = size("Normalize the top-k scores of a token to sum 1.", True)
+    norm_topk_prob: bool = size("Normalize the top-k scores of a token to a sum of 1.", True)
     biased_experts: bool = size(
-        "Router and experts have biases, and experts a clamped SwiGLU, whose rows alternate.",
+        "Router and experts have biases; a clamped SwiGLU in experts alternates gate and up rows.",
         False,
         override=False,
     )
@@ -163,34 +164,34 @@ class ModelConfig:
     num_expert_groups: int = size("Groups of the group-limited router; 1 means no groups.", 1)
     num_limited_groups: int = size("Groups a token may choose experts from.", 1)
     shared_expert_intermediate_size: int = size(
-        "Inner width of a shared expert whose result a gate of the token weighs; 0: there is none.",
+        "Inner width of a shared expert that is scaled by a gate of the token; 0: no such expert.",
         0,
     )
     sliding_window: int = size(
-        "Tokens that attention sees, the query's own included; 0: all before it.", 0
+        "Tokens that a query attends to, including its own; 0: all tokens up to its own.", 0
     )
     window_pattern: str = size(
-        "Which layers have the window, again and again: s have it, f do not. Empty: all have it.",
+        "Repeated pattern of layers: s has the window, f full attention. Empty: all have it.",
         "",
     )
     has_scaled_windows: bool = size(
-        "rope_scaling is of layers with a window, too.", True, override=False
+        "rope_scaling also applies to layers with a window.", True, override=False
     )
     attention_sinks: bool = size(
-        "Each head has a learned score of nothing in its softmax.", False, override=False
+        "Each head has an attention sink: a learned score in its softmax.", False, override=False
     )
     attention_gate: bool = size(
-        "Each head's result is weighed by a sigmoid of a second query.", False, override=False
+        "Each head's result has a sigmoid gate, computed by q_proj.", False, override=False
     )
     norm_offset: float = size("Added to the weights of norms.", 0.0, override=False)
     full_attention_interval: int = size(
-        "Every how many layers one has attention; others have a gated delta net. 0: all have it.", 0
+        "Every Nth layer has attention, others have a gated delta net. 0: all have attention.", 0
     )
     linear_num_key_heads: int = size("Key heads of a gated delta net.", 0)
-    linear_num_value_heads: int = size("Its value heads, a multiple.", 0)
+    linear_num_value_heads: int = size("Its value heads, a multiple of the key heads.", 0)
     linear_key_head_dim: int = size("Width of its queries and keys.", 0)
     linear_value_head_dim: int = size("Width of its values.", 0)
-    linear_conv_kernel_dim: int = size("Tokens that its convolution sees.", 0)
+    linear_conv_kernel_dim: int = size("Width of its convolution in tokens.", 0)
 
     def has_window(self, layer: int) -> bool:
         """Return True if attention in this layer uses the sliding window."""
@@ -245,7 +246,8 @@ class TransformersConfig:
     top_k: int
     tie_word_embeddings: bool
     takes_images: bool = False
-    # sequence length from which on rotary frequencies depend on the longest sequence of a forward
+    # longest sequence for which rotary frequencies do not depend on the other sequences of a
+    # forward
     rope_limit: int | None = None
     num_dense_layers: int = 0  # always 0: the class decides which layers are MoE
     why: str = ""  # why it is not the native decoder, for the log
@@ -280,7 +282,7 @@ ModelOverrides = overrides_of(
     (
         "rope_scaling",
         RopeOverrides,
-        setting(RopeOverrides, "Rotary scaling, for sequences longer than in pretraining."),
+        setting(RopeOverrides, "Rotary scaling, for longer sequences than in pretraining."),
     ),
 )
 
@@ -304,31 +306,30 @@ class ModelSection:
     )
     flavor: str = setting(
         "",
-        "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. The "
-        "vocabulary of a new model is the tokenizer's where the preset's is smaller, or more than "
-        "twice as large.",
+        "Preset sizes of the family, such as '30B-A3B'. Empty: sizes come from path. A new model "
+        "gets the tokenizer's vocabulary size if the preset's is smaller, or more than twice as "
+        "large.",
     )
     hf_assets_path: str = setting(
         "",
-        "As path, but without the weights: config.json and tokenizer. With a flavor: the "
-        "tokenizer only.",
+        "Like path, but only for config.json and tokenizer; with a flavor, only for the tokenizer.",
     )
     implementation: Literal["auto", "native", "transformers"] = setting(
         "auto",
         "'native': titanlite's decoder; 'transformers': the class of transformers; 'auto': native "
-        "where it can.",
+        "if it supports the model.",
     )
     attention_backend: Literal["auto", "sdpa", "varlen"] = setting(
         "auto",
-        "'auto': 'varlen' where it can be, otherwise 'sdpa'. 'sdpa': "
+        "'auto': 'varlen' where it is supported, otherwise 'sdpa'. 'sdpa': "
         "scaled_dot_product_attention; packed documents on CUDA need a dense mask, and masked "
         "parts are computed too. 'varlen': FlashAttention on each document, on CUDA in bfloat16; "
         "on Hopper 'auto' takes version 3 where flash_attn_interface is installed.",
     )
     delta_backend: Literal["auto", "triton", "torch", "fla"] = setting(
         "auto",
-        "Kernels of a gated delta net. 'auto': 'triton', titanlite's, on Hopper in bfloat16, else "
-        "'torch'. 'fla': those of the package flash-linear-attention, on CUDA.",
+        "Kernels of a gated delta net. 'auto': 'triton' (titanlite's) on Hopper in bfloat16, "
+        "otherwise 'torch'. 'fla': the package flash-linear-attention, on CUDA.",
     )
     overrides: ModelOverrides = setting(  # type: ignore[valid-type]
         ModelOverrides, "Single sizes to change, for example num_layers = 4."

@@ -12,8 +12,8 @@ from titanlite.config.model import AnyModelConfig, ModelConfig, TransformersConf
 from titanlite.config.schema import BLOCK_SIZES, JobConfig, ParallelismSection
 from titanlite.config.settings import get_value
 
-# Examples of an optimizer step if the batch size is not set, by whether it is DPO: number, unit,
-# and source.
+# Batch of an optimizer step if none is set: number, unit and source of the recommendation; keyed by
+# whether the objective is DPO.
 BATCHES = {
     False: (16, "examples", "QLoRA, arXiv:2305.14314"),
     True: (32, "pairs", "Zephyr, arXiv:2310.16944"),
@@ -190,7 +190,9 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     of_cp = f" * cp ({cp})" if cp > 1 else ""
     of_pp = f"pp ({pp}) * " if pp > 1 else ""
     if world_size < 1:
-        raise ConfigError(f"parallelism: a world size of {world_size}; a run has at least 1 rank.")
+        raise ConfigError(
+            f"parallelism: the world size is {world_size}, but a run has at least 1 rank."
+        )
     if shard == -1:
         others = pp * replicate * cp * tp
         if world_size % others:
@@ -210,8 +212,7 @@ def resolve_degrees(section: ParallelismSection, world_size: int) -> Degrees:
     if (shard * cp * tp) % ep:
         raise ConfigError(
             f"parallelism: ep ({ep}) does not divide dp_shard ({shard}){of_cp} * tp ({tp}) = "
-            f"{shard * cp * tp}. Lower expert_parallel_degree; expert parallelism folds over these "
-            "ranks."
+            f"{shard * cp * tp}. Lower expert_parallel_degree; experts are split over these ranks."
         )
     return degrees
 
@@ -236,7 +237,7 @@ def _parse_layers(section: ParallelismSection) -> tuple[int, ...]:
 def check_parallelism(
     job: JobConfig, model: AnyModelConfig, degrees: Degrees, parts: Iterable[PartSizes]
 ) -> list[str]:
-    """Return everything that the model's sizes and the batch sizes rule out, one message each.
+    """Return one message for each setting that the model's sizes or the batch sizes rule out.
 
     `parts` are the parts of the native decoder's layers, each kind once (`families.part_sizes`).
     """
@@ -278,9 +279,8 @@ def _check_native(
         ),
         (
             pp > 1 and model.tie_word_embeddings,
-            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head is its "
-            "embedding (tied), and the one is in the last stage, the other in the first. Set it "
-            "to 1.",
+            f"parallelism: pipeline_parallel_degree is {pp}, but the model's output head, in the "
+            "last stage, is tied to its embedding, in the first stage. Set it to 1.",
         ),
         (
             not layers and model.num_layers < pp,
@@ -297,8 +297,8 @@ def _check_native(
     form = job.lora.base_dtype
     if form == "mxfp4" and not model.num_experts:
         problems.append(
-            "lora.base_dtype = 'mxfp4' keeps experts, and the model has none. Set it to 'nf4' or "
-            "'fp8'."
+            "lora.base_dtype = 'mxfp4' quantizes only experts, and the model has none. Set it to "
+            "'nf4' or 'fp8'."
         )
     elif form in BLOCK_SIZES and form != "mxfp4" and tp > 1:
         inputs = dict(item for part in parts for item in part.inputs.items())
@@ -321,8 +321,8 @@ def _check_native(
     }
     return problems + [
         f"parallelism: {degrees.efsdp * degrees.ep} ranks share {model.num_experts} experts, so "
-        f"each is split in {degrees.efsdp}, but that does not divide {name} ({size}). Raise "
-        "expert_parallel_degree."
+        f"each expert is split into {degrees.efsdp} parts, but that number does not divide {name} "
+        f"({size}). Raise expert_parallel_degree."
         for name, size in widths.items()
         if size % degrees.efsdp
     ]
@@ -357,9 +357,9 @@ def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
             named = [f"the {count} {name}" for name, count in counts.items()]
             rest = "".join(f", or is neither a divisor nor a multiple of {n}" for n in named[1:])
             problems.append(
-                f"parallelism: context_parallel_degree ({cp}) does not divide {named[0]}{rest}, "
-                f"that tensor_parallel_degree ({tp}) leaves: inside a layer each rank has some of "
-                "them. Lower one of the degrees."
+                f"parallelism: context_parallel_degree ({cp}) does not divide {named[0]}{rest} "
+                f"that tensor_parallel_degree ({tp}) leaves to a rank: context parallelism splits "
+                "these heads. Lower one of the degrees."
             )
     return list(dict.fromkeys(problems))
 
@@ -416,8 +416,8 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
         ),
         (
             section.mode == "selective" and section.selective_ac_option == "op",
-            "activation_checkpoint: mode 'selective' by operation knows titanlite's layers only, "
-            f"and {what}. Set mode to 'full', or selective_ac_option to a number.",
+            "activation_checkpoint: mode 'selective' by operation works only in titanlite's "
+            f"layers, and {what}. Set mode to 'full', or selective_ac_option to a number.",
         ),
     )
 
@@ -428,8 +428,8 @@ def _texts(*rows: tuple[object, str]) -> list[str]:
 
 
 def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Return the problems that models of both kinds can have: when parameters are freed, batch
-    sizes, and sequence lengths.
+    """Return the problems that native and transformers models can have: when parameters are freed,
+    batch sizes, and sequence lengths.
     """
     parallelism = job.parallelism
     training = job.training
@@ -473,7 +473,7 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             f"training.seq_len ({training.seq_len}): beyond {limit} tokens "
             f"(original_max_position_embeddings) the rotary frequencies of {model.family} follow "
             "the longest document of a forward, so documents would depend on their neighbours. "
-            f"Set training.seq_len = {limit}; examples that are no pairs can also be trained one "
+            f"Set training.seq_len = {limit}; examples other than pairs can also be trained one "
             "by one, with data.packing = false and training.local_batch_size = 1.",
         ),
         (

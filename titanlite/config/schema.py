@@ -28,8 +28,8 @@ class TrainingSection:
     steps: int = setting(1000, "Optimizer steps to run, unless epochs is set.")
     epochs: float = setting(
         0.0,
-        "Passes over the data, instead of steps. Neither set, with pretrained weights and data "
-        "that end: 3.",
+        "Passes over the data, instead of steps. If neither is set: 3, with pretrained weights "
+        "and data that end.",
     )
     objective: str = setting(
         "next_token",
@@ -50,16 +50,14 @@ class TrainingSection:
     )
     global_batch_size: int | None = setting(
         -1,
-        "Sequences per optimizer step; -1: local_batch_size, or 1 where that is chosen, * "
-        "data-parallel degree. Not set, in fine-tuning: about 16 examples (QLoRA, "
-        "arXiv:2305.14314), DPO 32 pairs (Zephyr, arXiv:2310.16944), at most 1/32 of the data, at "
-        "least one micro-batch per rank; a resumed run keeps its batch.",
+        "Sequences per optimizer step. -1: local_batch_size (1 if that is chosen) * data-parallel "
+        "degree. Not set, in fine-tuning: about 16 examples (QLoRA, arXiv:2305.14314), in DPO 32 "
+        "pairs (Zephyr, arXiv:2310.16944), but at most 1/32 of the data and at least one "
+        "micro-batch per rank; a resumed run keeps its batch.",
         ge=1,
         also=-1,
     )
-    max_norm: float = setting(
-        1.0, "Largest total 2-norm of the gradients, by scaling; 0: no clipping."
-    )
+    max_norm: float = setting(1.0, "Gradients are clipped to this total 2-norm; 0: no clipping.")
     dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
         "Dtype of stored parameters, gradients and states. 'bfloat16' loses updates below 1/256 "
@@ -68,7 +66,7 @@ class TrainingSection:
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "Dtype of parameters and activations in forward and backward; 'auto': bfloat16 on CUDA, "
-        "dtype on CPU.",
+        "training.dtype on CPU.",
     )
     mixed_precision_reduce: Literal["float32", "bfloat16"] = setting(
         "float32", "Dtype of the gradient reduction."
@@ -89,13 +87,13 @@ class TrainingSection:
     )
     deterministic: bool = setting(
         False,
-        "Same bits in every run on the same mesh, and after a resume. Slower on CUDA, with more "
-        "memory.",
+        "Every run on the same mesh gives the same bits, also after a resume. On CUDA this is "
+        "slower and takes more memory.",
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
         "A step with a loss or gradient that is not finite is never applied. 'stop': save, and "
-        "end with the cause. 'skip': warn, and go on.",
+        "end with the cause. 'skip': warn, and continue.",
     )
     max_nonfinite_steps: int = setting(
         10, "With on_nonfinite = 'skip': end after this many such steps in a row.", ge=1
@@ -114,7 +112,8 @@ class OptimizerSection:
     )
     lr: float = setting(
         3e-4,
-        "Peak learning rate. Not set, of pretrained weights: 2e-5, adapters 2e-4; DPO: 5e-7, 5e-6.",
+        "Peak learning rate. Not set with pretrained weights: 2e-5, LoRA 2e-4, DPO 5e-7, both "
+        "5e-6.",
         gt=0,
         le=1,
     )
@@ -136,20 +135,20 @@ class OptimizerSection:
     )
     state_dtype: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "Dtype of AdamW's moments. 'bfloat16': half their memory; they and weights in bfloat16 are "
-        "rounded stochastically, with the same bits on any mesh.",
+        "Dtype of AdamW's moments. 'bfloat16' halves their memory; the moments, and weights in "
+        "bfloat16, are then rounded stochastically, with the same bits on any mesh.",
         only_for='optimizer.name = "AdamW"',
     )
     freeze: str = setting(
         "",
-        "Parameters not to train: shell patterns over names, as 'model.embed_tokens*, "
+        "Parameters not to train: shell patterns over names, such as 'model.embed_tokens*, "
         "*.mlp.gate.*'.",
         is_list=True,
     )
     lr_multipliers: str = setting(
         "",
-        "Factors on the learning rate, as 'lm_head*=2, *.experts.*=0.5'. The last that matches "
-        "counts.",
+        "Factors on the learning rate, such as 'lm_head*=2, *.experts.*=0.5'. The last pattern "
+        "that matches counts.",
         is_list=True,
     )
 
@@ -169,14 +168,14 @@ class LoRASection:
     dropout: float = setting(0.0, "Dropout on the input of the adapters.", lt=1)
     targets: str = setting(
         "",
-        "Layers that get an adapter: patterns over their names or the ends of these, as 'q_proj, "
+        "Layers that get an adapter: patterns that match a name or its end, such as 'q_proj, "
         "v_proj, experts'. Empty: all linear layers in decoder layers, and the experts.",
         is_list=True,
     )
     init_from: str = setting(
         "",
         "Folder or hub id of peft adapters to begin with, of the same rank, scaling and layers. "
-        "Empty: new ones.",
+        "Empty: new adapters.",
     )
     use_rslora: bool = setting(
         False, "Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv:2312.03732)."
@@ -185,19 +184,19 @@ class LoRASection:
         "auto",
         "Dtype of the frozen weights. 'auto': training.mixed_precision_param. 'fp8' (8.25 bits) "
         "and 'nf4' (4.5 bits; QLoRA, arXiv:2305.14314): linear layers and experts in blocks, the "
-        "rest as with 'auto'. 'mxfp4' (5 bits): experts alone, as gpt-oss is published.",
+        "rest as with 'auto'. 'mxfp4' (5 bits): only experts, as in published gpt-oss.",
     )
 
 
 @dataclass
 class DPOSection:
     beta: float = setting(0.1, "Strength of the pull towards the reference model.", gt=0)
-    label_smoothing: float = setting(0.0, "Assumed share of pairs with swapped preference.", lt=0.5)
+    label_smoothing: float = setting(0.0, "Fraction of pairs assumed to be swapped.", lt=0.5)
     reference: Literal["auto", "adapters_off", "cached"] = setting(
         "auto",
         "Where the reference's log-probabilities come from. 'adapters_off': the model without its "
-        "adapters, in every step. 'cached': the initial weights, once. 'auto': the first with new "
-        "adapters, else the second.",
+        "adapters, in every step. 'cached': the initial weights, once. 'auto': 'adapters_off' "
+        "with new adapters, otherwise 'cached'.",
     )
 
 
@@ -211,7 +210,7 @@ class LRSchedulerSection:
     )
     decay_ratio: float | None = setting(
         None,
-        "Share of all steps for the final decay (WSD). Unset: it begins after the warm-up.",
+        "Fraction of all steps for the final decay (WSD). Not set: it begins after the warm-up.",
         gt=0,
         le=1,
     )
@@ -231,7 +230,10 @@ class ParallelismSection:
         also=0,
     )
     data_parallel_shard_degree: int = setting(
-        -1, "Ranks that share the parameters (FSDP2); -1: the rest.", ge=1, also=-1
+        -1,
+        "Ranks that the parameters are sharded over (FSDP2); -1: the remaining ranks.",
+        ge=1,
+        also=-1,
     )
     tensor_parallel_degree: int = setting(
         1, "Ranks that split dense layers, and sequences between layers.", ge=1
@@ -239,19 +241,19 @@ class ParallelismSection:
     context_parallel_degree: int = setting(
         0,
         "Ranks that split sequences, and heads in attention (arXiv:2309.14509). FSDP shards over "
-        "them too. 0: chosen for the GPUs, more than 1 where nothing else fits; 1 on CPU.",
+        "them too. 0: chosen for the GPUs, more than 1 if nothing else fits; 1 on CPU.",
         ge=1,
         also=0,
     )
     pipeline_parallel_degree: int = setting(
         1,
-        "Pipeline stages with some of the layers each (1F1B, arXiv:2104.04473). Other degrees are "
-        "of one.",
+        "Pipeline stages, each with some of the layers (1F1B, arXiv:2104.04473). The other "
+        "degrees count the ranks of one stage.",
         ge=1,
     )
     pipeline_parallel_layers: str = setting(
         "",
-        "Layers of each stage, as '11,13,13,11'. Empty: evenly.",
+        "Layers of each stage, such as '11,13,13,11'. Empty: an even split.",
         is_list=True,
         only_for="parallelism.pipeline_parallel_degree > 1",
     )
@@ -264,9 +266,9 @@ class ParallelismSection:
     )
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = setting(
         "default",
-        "Free gathered parameters after forward; 'default': in all but the last layer. Over one "
-        "rank 'always' gathers them layer by layer; otherwise copies in the matmuls' dtype stay, "
-        "which cost 2 bytes per parameter and save half of the host's work.",
+        "Free gathered parameters after forward; 'default': in all but the last layer. With one "
+        "rank, 'always' casts parameters layer by layer; the other values keep copies in the "
+        "matmuls' dtype, which cost 2 bytes per parameter and save half of the host's work.",
     )
     fsdp_once_per_step: bool = setting(
         False,
@@ -284,14 +286,14 @@ class MoESection:
     )
     expert_bias_update_rate: float | None = setting(
         None,
-        "Step of the balancing bias (arXiv:2408.15664). Unset: 1e-3 where a native architecture "
-        "has one, else 0. A class of transformers that has one is balanced where this is set.",
+        "Step of the balancing bias (arXiv:2408.15664). Not set: 1e-3 if a native architecture "
+        "has it, otherwise 0. A transformers class with one is balanced only if this is set.",
     )
     aux_loss_coeff: float | None = setting(
         None,
-        "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Unset: 0.02 in "
-        "a native MoE from random weights that no bias balances, else 0; a run that is resumed "
-        "keeps its own.",
+        "Coefficient of the sequence-wise balance loss (arXiv:2412.19437, eq. 17). Not set: 0.02 "
+        "for a native MoE with random weights and without a balancing bias, otherwise 0; a "
+        "resumed run keeps its value.",
     )
     z_loss_coeff: float = setting(
         0.0, "Coefficient of the router z-loss (arXiv:2202.08906, eq. 5)."
@@ -315,24 +317,24 @@ class CheckpointSection:
     interval: int = setting(500, "Optimizer steps between checkpoints; 0: only at the end.")
     initial_load_path: str = setting(
         "",
-        "As model.path, for the weights only. The sizes come from model.flavor or "
+        "Like model.path, but only for the weights. The sizes come from model.flavor or "
         "model.hf_assets_path.",
     )
     allow_missing_expert_bias: bool = setting(
         False,
-        "Begin with zeros where weights lack the router's selection bias, though their "
-        "architecture has it.",
+        "Begin with zeros if the weights do not have the router's selection bias that their "
+        "architecture has.",
     )
     load_step: int = setting(
         -1,
-        "Step to resume from; -1: the latest complete checkpoint in the folder, if any; 0: begin "
-        "anew.",
+        "Step to resume from; -1: the latest complete checkpoint in the folder, if there is one; "
+        "0: start over.",
         ge=-1,
     )
     resume: Literal["auto", "force"] = setting(
         "auto",
-        "'auto': resume a run of the same base model, data and objective, refuse others; 'force': "
-        "resume any.",
+        "'auto': resume a run with the same base model, data and objective, and refuse other "
+        "runs; 'force': resume any run.",
     )
     keep_latest_k: int = setting(3, "Checkpoints to keep; the oldest is removed first. 0: all.")
     keep_every_n_steps: int = setting(
@@ -350,7 +352,7 @@ class CheckpointSection:
     save_best: Literal["none", "validation", "evaluation"] = setting(
         "none",
         "Also keep the checkpoint with the lowest loss or the highest score; the link 'best' "
-        "leads to it.",
+        "points to it.",
         only_for="checkpoint.enable = true",
     )
     push_to_hub: str = setting(
@@ -361,8 +363,8 @@ class CheckpointSection:
     )
     verify_checksums: bool = setting(
         True,
-        "Compare all checksums before a resume; a damaged checkpoint is passed over for the one "
-        "before.",
+        "Compare all checksums before a resume; a damaged checkpoint is passed over, and the "
+        "previous one is used.",
     )
     on_save_error: Literal["stop", "continue"] = setting(
         "stop",
@@ -380,8 +382,8 @@ class ActivationCheckpointSection:
     )
     selective_ac_option: str = setting(
         "op",
-        "'op': keep the results of matmuls and attention, recompute the rest; a number N: every "
-        "Nth layer.",
+        "'op': save the results of matmuls and attention, recompute the rest; a number N: "
+        "recompute every Nth layer.",
         only_for='activation_checkpoint.mode = "selective"',
     )
 
@@ -396,7 +398,7 @@ class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.", ge=1)
     function: str = setting(
         "",
-        "Function of a point; gives more values to log (docs/extending.md).",
+        "Function of a point that returns more values to log (docs/extending.md).",
         calls=("point", "point, backwards"),
     )
     enable_tensorboard: bool = setting(
@@ -413,8 +415,8 @@ class MetricsSection:
     )
     grad_norm_groups: bool = setting(
         True,
-        "Log the gradient norm of each group of parameters (embedding, attention, experts, ...) "
-        "too.",
+        "Also log the gradient norm of each group of parameters (embedding, attention, experts, "
+        "...).",
     )
     enable_progress_bar: bool = setting(
         True, "Show a progress bar when standard output is a terminal."
@@ -434,7 +436,7 @@ class ProfilingSection:
     )
     enable_memory_snapshot: bool = setting(
         False,
-        "Record CUDA's allocations, for job.dump_folder/memory/rankN.pickle when memory runs out.",
+        "Record CUDA's allocations; if memory runs out, write job.dump_folder/memory/rankN.pickle.",
     )
 
 
@@ -445,7 +447,8 @@ class ValidationSection:
         100, "Steps between validations; also before the first step and after the last.", ge=1
     )
     steps: int = setting(
-        0, "Most global batches per validation and source. 0: every held-out sequence once."
+        0,
+        "Limit of global batches per validation and source. 0: every held-out sequence once.",
     )
     early_stopping_patience: int = setting(
         0, "Stop after this many validations in a row without improvement. 0: never."
@@ -459,10 +462,12 @@ class ValidationSection:
 class EvaluationSection:
     enable: bool = setting(
         False,
-        "Generate answers to held-out prompts and score them: first, at intervals and at the end.",
+        "Generate answers to held-out prompts and score them: before, during and after training.",
     )
     freq: int = setting(500, "Steps between evaluations.", ge=1)
-    path: str = setting("", "Examples to evaluate on, as data.path. Empty: the held-out examples.")
+    path: str = setting(
+        "", "Examples to evaluate on, like data.path. Empty: the held-out examples."
+    )
     split: str = setting(
         "test",
         "Split of evaluation.path, if that is a dataset of the hub.",
@@ -476,7 +481,7 @@ class EvaluationSection:
     scorer: str = setting(
         "exact_match",
         "'exact_match': equal text, apart from white space at the ends. 'contains': the answer "
-        "occurs in the text. Or your function (prediction, reference) -> number, higher is better.",
+        "occurs in the text. Or your function (prediction, reference) -> number; higher is better.",
         choices=("exact_match", "contains"),
         calls=("prediction, reference",),
     )

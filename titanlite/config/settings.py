@@ -155,8 +155,8 @@ def get_value(job: JobConfig, key: str) -> Any:
 
 
 def find_nearest(key: str) -> list[str]:
-    """Return at most three settings that an unknown `key` may have meant: a similar name in its
-    section, a similar key, or the same name in other sections.
+    """Return at most three settings that the user may have meant by an unknown `key`: a similar
+    name in its section, a similar key, or the same name in other sections.
     """
     section, _, name = key.rpartition(".")
     names = [setting.name for setting in find_section(section) or []]

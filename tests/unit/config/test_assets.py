@@ -190,7 +190,7 @@ def test_neither_cached_nor_online(cache):
         "Hugging Face hub, and cannot be downloaded: "
     )
     assert (
-        ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; of a gated"
+        ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; for a "
         in text
     )
     assert "\n" not in text

@@ -151,8 +151,8 @@ def test_each_part_says_which_heads_cannot_be_exchanged():
     assert problems(model, Degrees(cp=2)) == problems(model, Degrees(tp=2)) == []
     assert problems(model, Degrees(cp=2, tp=2)) == [
         "parallelism: context_parallel_degree (2) does not divide the 1 key heads of the gated "
-        "delta net, that tensor_parallel_degree (2) leaves: inside a layer each rank has some of "
-        "them. Lower one of the degrees."
+        "delta net that tensor_parallel_degree (2) leaves to a rank: context parallelism splits "
+        "these heads. Lower one of the degrees."
     ]
     assert problems(model, Degrees(tp=4)) == [
         "parallelism: tensor_parallel_degree (4) does not divide linear_num_key_heads (2).",

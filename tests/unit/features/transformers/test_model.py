@@ -216,7 +216,7 @@ def test_auto_takes_the_native_decoder_where_it_can(
             "mixtral",
             {},
             ["--activation_checkpoint.mode=selective"],
-            "knows titanlite's layers only",
+            "works only in titanlite's layers",
         ),
     ],
 )
