@@ -37,7 +37,7 @@ SAID = {
     "corrupt": r"step-\d+ is passed over: .*",
     "nan": r"the loss or gradient of step \d+ is not finite\. .*Computed again, the step is finite "
     r"on all ranks",
-    "disk": r"cannot save to .*Training goes on, and the next save tries again",
+    "disk": r"cannot save to .*Training continues, and the next save tries again",
     "term": r"stopped after step \d+ of \d+, saved",
 }
 POINTS_WAIT = "the unwritten points wait for the next one"

@@ -146,9 +146,7 @@ def saving(folder: Path) -> Generator[None]:
         yield
         return
     except FileNotFoundError as error:
-        problem = (
-            f"{error}. Another process removed it: let one run at a time have a job.dump_folder."
-        )
+        problem = f"{error}. Another process removed it: give each run its own job.dump_folder."
     except OSError as error:
         remedy = "Free space there" if is_full(error) else "Make it writable"
         problem = f"{error}. {remedy}, or set another job.dump_folder."

@@ -68,8 +68,8 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors file `path` by key, in the order of their bytes. Reads
-    the header only.
+    """Return the tensors of the safetensors file `path` by key, in file order. Reads only the
+    header.
 
     Raises CheckpointError: `path` cannot be read or is not a regular file, or the safetensors
     library rejects it: the file is cut off, the header is not JSON, or offsets are out of range,
@@ -111,8 +111,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...], int]]) -> bytes:
-    """Return the header of a file with the given (key, dtype, shape, first byte in the data),
-    padded to a page.
+    """Return the header of a file, padded to a page; each tensor is given as (key, dtype, shape,
+    position of its first byte in the data).
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for key, dtype, shape, start in tensors:

@@ -339,7 +339,9 @@ class NativeFormat:
         self.layout = Layout()
 
     def sources(self, folder: str, stored: Stored) -> "HFCheckpoint":
-        """Return the weights `stored` in `folder`; later saves use the same layout of keys."""
+        """Return the weights `stored` in `folder` as a source; later saves use the same layout of
+        keys.
+        """
         checkpoint = HFCheckpoint(folder, stored, self._config)
         self.layout = checkpoint.layout
         both = {_HEAD, self.layout.key(_EMBEDDING)}
@@ -413,7 +415,7 @@ class HFFormat:
             and dist.get_rank() == 0
         ):
             logger.warning(
-                "checkpoint: weights are random, though %s has some; to begin with those set "
+                "checkpoint: weights are random, although %s has weights; to begin with them, set "
                 "model.path to it",
                 assets,
             )
@@ -456,8 +458,8 @@ def check_layout(plan: Plan) -> list[str]:
     ]
     if encoded:
         return [
-            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are kept in few bits, "
-            "which no model is saved in. Save the adapters, and merge them: python -m titanlite "
+            f"checkpoint: {encoded[0]} and {len(encoded) - 1} other tensors are quantized, and no "
+            "model is saved quantized. Save the adapters, and merge them: python -m titanlite "
             "export --merge."
         ]
     return format_of(plan.model).check(plan)

@@ -226,7 +226,7 @@ class Checkpointer:
             if self._section.on_save_error == "stop":
                 raise
             text = (
-                f"{error} Training goes on, and the next save tries again "
+                f"{error} Training continues, and the next save tries again "
                 '(checkpoint.on_save_error = "continue").'
             )
             if dist.get_rank() == 0:

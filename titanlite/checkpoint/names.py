@@ -44,8 +44,8 @@ def explain_absent_head(where: str) -> str:
 
 
 def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
-    """Return the prefix in which most `stored` keys differ from most `expected` ones, and the
-    remedy; else "".
+    """Return a sentence about the prefix in which most `stored` keys differ from most `expected`
+    keys, with the remedy; "" if there is no such prefix.
     """
     wanted = list(expected)
     for anchor in wanted[:: max(1, len(wanted) // 8)]:

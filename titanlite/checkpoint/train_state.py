@@ -22,7 +22,7 @@ from titanlite.materialize.layout import is_remote, local_of, mark_remote
 
 STATE_FILE = f"{OWN_FOLDER}/train_state.json"
 _OPTIMIZER = f"{OWN_FOLDER}/optimizer"
-# name of the state that marks a trained parameter without states: it had no gradient in any step
+# name of a mark in place of states, for a trained parameter that had no gradient in any step
 _UNSTEPPED = "unstepped"
 
 
@@ -168,7 +168,9 @@ def _match(
     }
     # A parameter without states may be trained or not: it may have been frozen since.
     states = {key: tensor for key, tensor in states.items() if not key.startswith(f"{_UNSTEPPED}.")}
-    remedy = "Set optimizer.name, optimizer.freeze and what else chooses them as it was."
+    remedy = (
+        "Set optimizer.name, optimizer.freeze and the other settings that choose them as before."
+    )
     problems = [
         f"{key}: the optimizer trains no parameter with this state. {remedy}"
         for key in states

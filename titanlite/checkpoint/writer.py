@@ -237,7 +237,8 @@ def _add(sums: Iterable[_Sums]) -> _Sums:
 def snapshot(
     files: Sequence[FileLayout], reused: Mapping[_Identity, torch.Tensor]
 ) -> tuple[list[FileLayout], _Copies]:
-    """Copy this rank's shards to the host; return the same layout over the copies, and the copies.
+    """Copy this rank's shards to the host; return `files` with the copies as shards, and the
+    copies.
 
     Pass the copies to the next call as `reused`: allocating and pinning memory takes longer than
     copying.

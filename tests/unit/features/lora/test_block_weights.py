@@ -135,4 +135,4 @@ def test_a_model_in_few_bits_is_not_saved_as_if_it_were_plain():
     model = build("nf4")
     plan = materialize(model, "cpu", seed=5)
     (problem,) = check_layout(plan)
-    assert "q_proj.weight (nf4) and 11 other tensors are kept in few bits" in problem
+    assert "q_proj.weight (nf4) and 11 other tensors are quantized" in problem
