@@ -2,11 +2,11 @@
 
 The memory of a tensor, in row-major order, is a sequence of 64-bit words x. Its digest is the sum
 of F**(i + 1) * (x + (x >> 32)) modulo 2**64, where i is the index of the word and F is odd. The
-second summand gives high bits as much weight as low ones. Each byte of a word has a summand of its
-own, so any partition of the bytes over ranks adds up to the same number. A changed bit always
-changes it. So does an exchange of two elements, if they are less than 16 GiB apart: at a distance
-of d * 2**m words, with d odd, their difference, below 2**32, is times an odd number and 2**(m + 2).
-An exchange of rows or tensors changes it except by a chance of about 2**-32.
+second summand gives high bits as much weight as low ones. Each byte of a word has its own summand,
+so any partition of the bytes over ranks adds up to the same number. A changed bit always changes
+the digest. So does a swap of two elements that are less than 16 GiB apart: if they are d * 2**m
+words apart, with d odd, their difference (below 2**32) is multiplied by an odd number and by 2**(m
++ 2). A swap of rows or tensors leaves the digest unchanged with a probability of about 2**-32.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def _weights(device: torch.device) -> Any:
 
 
 def shift(words: int) -> int:
-    """Return the factor of the digest of what is moved on by so many `words`."""
+    """Return the factor by which a digest is multiplied if its data move on by `words` words."""
     return pow(_FACTOR, words, MODULUS)
 
 
@@ -41,9 +41,7 @@ def bytes_in(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def digest(memory: torch.Tensor, first: int = 0) -> int:
-    """Return the summand of bytes, uint8 (N,), of a tensor, of which the first has the index
-    `first`; below 2**64.
-    """
+    """Return the summand, below 2**64, of a tensor's bytes (N,), uint8, from index `first` on."""
     before, after = first % 8, -(first + len(memory)) % 8
     if before or after or memory.storage_offset() % 8:
         memory = F.pad(memory, (before, after))
