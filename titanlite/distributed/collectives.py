@@ -80,7 +80,7 @@ def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 @operator(fake=_gathered)
 def gather_parts(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' pieces of equal size along `dim`. Use it if all ranks compute the same
-    with the result.
+    values from the result.
 
     All ranks then have the same gradient of the result, so backward selects the rank's piece of it,
     without communication.

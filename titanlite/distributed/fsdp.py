@@ -306,9 +306,9 @@ class WeightCopies:
         if copy is None:
             copy = local_of(param).to(self.dtype).requires_grad_(param.requires_grad)
             if param.requires_grad:
-                # A node of Python for each parameter would cost the host five times as much. torch
-                # holds the hook where the garbage collector does not look, so the hook must not
-                # hold the parameter, which holds the copy: both would stay forever.
+                # An autograd function in Python for each parameter would cost the host five times
+                # as much. The garbage collector does not see torch's reference to the hook. So the
+                # hook must not hold the parameter, which holds the copy: both would stay forever.
                 copy.register_post_accumulate_grad_hook(partial(_take_gradient, ref(param)))
             if param.dtype == torch.float32:
                 vars(copy)["find_total"] = partial(_find_total, param)  # for `moe_experts`

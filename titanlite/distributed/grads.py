@@ -42,7 +42,7 @@ def find_unreached(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def _without_expert(name: str) -> str:
-    """Return the name without the number of a routed expert."""
+    """Return `name` without the number of the routed expert in it, if there is one."""
     layer, experts, rest = name.partition(".experts.")
     return layer + experts + re.sub(r"\d+", "*", rest)
 
