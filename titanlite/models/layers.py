@@ -36,9 +36,9 @@ class Linear(nn.Linear):
     Attributes:
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks,
             set it to 1 / n.
-        multiply: (x, weight, bias) to the result: `F.linear`, or a product with a weight that is
-            stored otherwise.
-        stacked_matrices: as of `Experts`, if there are several.
+        multiply: function from (x, weight, bias) to the result: `F.linear`, or a matmul with a
+            weight in another encoding.
+        stacked_matrices: as in `Experts`, if the weight is a stack of several matrices.
     """
 
     weight: nn.Parameter  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -71,7 +71,9 @@ class Linear(nn.Linear):
 
 
 def project_each(x: torch.Tensor, *linears: Linear) -> tuple[torch.Tensor, ...]:
-    """Return the projections of x, of layers that are nothing but a weight by one operator."""
+    """Return the projections of x; one operator computes all layers that consist of a weight
+    alone.
+    """
     is_plain = not torch.compiler.is_compiling() and all(
         type(linear) is Linear
         and linear.bias is None
@@ -209,7 +211,7 @@ class Recomputable(nn.Module):
 
     @property
     def saves_memory(self) -> bool:
-        """Whether recomputing the cheap operators of the region saves memory."""
+        """True if recomputing the cheap operators of the region saves memory."""
         return True
 
     def run(self, region: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
@@ -231,7 +233,7 @@ class FeedForward(Recomputable, Part):
 
     @property
     def saves_memory(self) -> bool:
-        """Whether this rank's inner width exceeds the width of the result."""
+        """True if this rank's inner width exceeds the width of the result."""
         inside, outside = (
             local_tensor(linear.weight).shape[0] for linear in (self.up_proj, self.down_proj)
         )

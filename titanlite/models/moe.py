@@ -230,10 +230,11 @@ class Experts(Recomputable):
 
     Attributes:
         is_biased: experts have biases, and a clamped SwiGLU.
-        stacked_matrices: rows of each of several matrices in a parameter, in turn and again and
-            again, for optimizers that treat each by itself (Muon).
-        multiply: of quantized weights: (rows, weight, offsets, backend) to the rows times them,
-            transposed. None: none.
+        stacked_matrices: how the rows of a parameter belong to several matrices: numbers of
+            consecutive rows of each matrix, a pattern that repeats. For optimizers that treat each
+            matrix by itself (Muon).
+        multiply: for quantized weights: function from (rows, weight, offsets, backend) to the rows
+            times the transposed weights. None: weights are not quantized.
     """
 
     def __init__(self, config: ModelConfig) -> None:

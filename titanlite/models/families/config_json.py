@@ -102,8 +102,8 @@ def cut_layers(config: TransformersConfig, count: int) -> TransformersConfig:
 
 
 def _get_rope_limit(text: Any) -> int | None:
-    """Return the smallest sequence length from which on a rotary embedding depends on the longest
-    position of a forward; or None.
+    """Return the sequence length beyond which a rotary embedding depends on the longest position of
+    a forward, the smallest one if there are several; None if there is none.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     # a single table, or one for each kind of layer
@@ -194,8 +194,8 @@ def read_config(hf: Mapping[str, Any], where: str) -> Any:
 def find_refused(
     build: Callable[[Mapping[str, Any]], Any], values: Mapping[str, Any], error: Exception
 ) -> list[str]:
-    """Return the keys of `values` that cause `error` in `build`: without any one of them, it raises
-    no error, or another.
+    """Return the keys of `values` that cause `error` in `build`: without any one of them, `build`
+    raises no error, or a different one.
     """
     named = re.match(r"Validation error for field '(\w+)'", str(error))
     if named and named[1] in values:
@@ -230,8 +230,8 @@ def format_json(value: Any) -> str:
 def save_config(config: Any, folder: Path) -> None:
     """Write transformers' `config` as config.json.
 
-    In addition to the names of transformers 5 it has names that transformers 4 and llama.cpp read:
-    `rope_theta` and `rope_scaling` in addition to `rope_parameters`, and `num_experts`.
+    The file has the names of transformers 5, and also names that transformers 4 and llama.cpp read:
+    `rope_theta` and `rope_scaling` beside `rope_parameters`, and `num_experts`.
     """
     config.save_pretrained(folder)
     path = folder / "config.json"

@@ -90,8 +90,8 @@ def _list_feed_forwards(config: ModelConfig) -> list[str]:
 
 
 def _find_interval(kinds: list[Any]) -> int:
-    """Return the number of the first layer with full attention; if there is none, transformers'
-    default.
+    """Return the interval of layers with full attention: the number of the first one, counted from
+    1. If there is none, return transformers' default.
     """
     return kinds.index("full_attention") + 1 if "full_attention" in kinds else 4
 
@@ -269,8 +269,8 @@ NEEDS_WINDOW = (
 
 
 def preset(base: ModelConfig, sizes: tuple[int, int, int, int, int], **more: Any) -> ModelConfig:
-    """Return a flavor: `base` with sizes in the order of a model card (hidden, layers, heads, kv
-    heads, inner).
+    """Return a flavor: `base` with the given `sizes`, in the order of a model card (hidden, layers,
+    heads, kv heads, inner).
     """
     names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
     return replace(base, **dict(zip(names, sizes, strict=True)), **more)

@@ -46,8 +46,8 @@ def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartS
 
     def core_flops(seq_len: int) -> int:
         window = min(seq_len, config.sliding_window) if is_windowed else seq_len
-        # 2 matmuls, 2 FLOPs per multiplication, and half of it; keys before the window are excluded
-        # too
+        # 2 matmuls, 2 FLOPs per multiplication, and half of the pairs, because attention is causal;
+        # keys before the window are excluded too
         return width * window * (2 * seq_len - window) // seq_len
 
     return PartSizes(
