@@ -25,7 +25,7 @@ def causal_conv(
 
     Args:
         x_BSD: inputs.
-        weight_DW: taps; the last one is that of the token itself.
+        weight_DW: taps; the last tap belongs to the token itself.
         document_ids_BS: integers; None: one document per row.
         before_BLD: inputs before the row, in the document of its first token (`last_inputs`); None
             if there are none.

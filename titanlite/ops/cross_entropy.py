@@ -47,8 +47,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
-    """Return the factor of each token's loss, whether its label is a column of this rank, and which
-    one.
+    """Return for each token the factor of its loss, whether its label is a column of this rank, and
+    the number of that column.
 
     The factor is 1, or 0 without a label, or NaN for a label outside of the vocabulary: a plausible
     number would hide that.
@@ -90,7 +90,7 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
     """Return (maximum, sum of exp(logit - maximum), logit in `column`) of each row of `logits` (C,
     V).
 
-    These are (C,), in float32, or float64 for such logits.
+    The three have the shape (C,), and are float32, or float64 for float64 logits.
     """
     if _use_kernels(logits):
         return get_launchers().softmax_statistics(logits, column)

@@ -95,8 +95,8 @@ def gated_delta_rule(
     """Return the outputs (B, S, G, V), in the dtype of v, and the state after each row (B, G, K,
     V), float32 or wider.
 
-    A token whose g and beta are 0 does not change the state. If the state should be that of a
-    prompt, padding after it must have both zero, and the document of the prompt's last token.
+    A token whose g and beta are 0 does not change the state. If the state after a prompt is wanted,
+    padding after the prompt must have g = beta = 0, and the document id of the prompt's last token.
 
     Args:
         q_BSHK: queries, normalized and multiplied by K ** -0.5.
@@ -214,7 +214,7 @@ def find_triton_problem() -> str | None:
         return f"Triton {version} gives wrong gradients (fla #640); it wants 3.7.1 or newer."
     if not _is_hopper():
         return (
-            "it has run on Hopper alone. On Ampere two kernels spill registers, and on Blackwell "
+            "it was tested only on Hopper. On Ampere two kernels spill registers, and on Blackwell "
             "others' race (fla #945)."
         )
     return None

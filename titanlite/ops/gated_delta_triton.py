@@ -158,8 +158,8 @@ class _Launcher:
 
 @triton.jit
 def _place(program, S, H, G):
-    """Return a program's row and value head, and the numbers of its first rows of values and of
-    keys, where a row has the values of one head.
+    """Return a program's row and value head, and the positions of its first rows of values and of
+    keys, if each row holds one head.
     """
     b, head = (program // G).to(tl.int64), program % G
     return b, head, b * S * G + head, b * S * H + head // (G // H)

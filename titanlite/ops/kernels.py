@@ -1,5 +1,5 @@
-"""Selection of the kernels for a tensor: those of its device, or of the device that a plan is made
-for.
+"""Selection of the kernels for a tensor: the kernels of its device, or of the device that a plan is
+made for.
 
 While a run is planned, fake CPU tensors represent CUDA tensors: kernels are then chosen as on CUDA,
 and functions that read values of tensors are replaced.
@@ -41,8 +41,8 @@ def define_operator(schema: str, module: str, fake: Callable[..., Any]) -> Calla
 def operator(
     fake: Callable[..., Any], mutates_args: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make the decorated function, which is annotated, an operator in the way of
-    `define_operator`.
+    """Make the decorated function an operator, as `define_operator` does; the schema follows from
+    its annotations.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,9 @@ def find_stand_in(name: str) -> StandIn | None:
 
 
 def use_triton(wanted: bool) -> None:
-    """Use titanlite's Triton kernels on CUDA in this process, or not: `training.triton_kernels`."""
+    """Turn titanlite's Triton kernels on CUDA on or off in this process
+    (`training.triton_kernels`).
+    """
     global _has_triton
     _has_triton = wanted
 

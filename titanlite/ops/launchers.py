@@ -80,7 +80,7 @@ TILES = {
 # There the larger tile spills 200 bytes per thread to the stack, up to Triton 3.7.
 TILES["blackwell"] = TILES["large"] | {"swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
 _FEW_ROWS = 64  # per group, on average
-# small, to test edges and several tiles per group, in seconds instead of minutes
+# small tiles, so that tests of edges and of several tiles per group take seconds, not minutes
 _INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)
 _INTERPRETED_SMS = 4
 

@@ -32,8 +32,8 @@ from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
 from titanlite.ops.kernels import define_operator, has_triton, kernel_device, operator
 
-# torch takes its initial setting from the first variable; cuBLAS reads the second when it starts,
-# and then obeys no other.
+# torch takes its initial setting from the first variable; cuBLAS reads the second one when it
+# starts, and then ignores all other settings.
 _TF32_VARIABLES = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 
 
@@ -41,8 +41,9 @@ def keep_float32() -> None:
     """Compute float32 matmuls and convolutions in this process in float32, not in TF32.
 
     TF32 has 11 significant bits: a transformers class that multiplies rotary positions by
-    frequencies would confuse positions beyond 2,048. cuDNN uses it by default, cuBLAS if an image
-    sets one of the variables. Call before CUDA starts: later, the second variable decides.
+    frequencies would confuse positions beyond 2,048. cuDNN uses TF32 by default; cuBLAS uses it if
+    a container image sets one of `_TF32_VARIABLES`. Call this before CUDA starts: afterwards, the
+    second variable decides.
     """
     torch.set_float32_matmul_precision("highest")
     cudnn: Any = torch.backends.cudnn

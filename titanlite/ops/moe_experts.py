@@ -204,8 +204,8 @@ def moe_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd node whose backward is that of the whole operator. Its result has a single element
-    in memory, and only passes the gradient of `_Results` on.
+    """Autograd node whose backward is the backward of the whole operator. Its result has a single
+    element in memory, and only passes the gradient of `_Results` on.
     """
 
     @staticmethod
