@@ -12,8 +12,8 @@ from titanlite.base.process import begin_process, lean_imports, leave
 from titanlite.base.text import suggest
 from titanlite.launch.protocol import end_with_launcher
 
-# The module that implements each command in its `main`; imported on use, because some need no
-# torch.
+# The module whose `main` implements each command. It is imported on use, because some commands need
+# no torch.
 _MODULES = {
     "train": "titanlite.rank",
     "check": "titanlite.features.tools.check",

@@ -260,8 +260,8 @@ def start_data(run: Run, loader: TrainLoader) -> None:
 def fit_to_weights(
     job: JobConfig, model_config: AnyModelConfig, start: Start | None
 ) -> AnyModelConfig:
-    """Return the configuration with the ties of the weights that the run starts from; see `untie`.
-    Collective.
+    """Return the configuration with the same ties as the weights that the run starts from; see
+    `untie`. Collective.
     """
     base = job.checkpoint.initial_load_path
     weights = Path(base) if base and (start is None or job.lora.rank) else start and start.folder
@@ -273,7 +273,7 @@ def fit_to_weights(
 
 
 def find_problems(run: Run, tokenizer: Any, loader: TrainLoader) -> list[str]:
-    """Return the problems that can be found before the weights are read. On one rank."""
+    """Return the problems that can be found before the weights are read. Called on one rank."""
     dataset = loader.dataset
     problems = check_device(run.job, run.device)
     problems += check_data(
@@ -424,8 +424,8 @@ def fit_vocabulary(
 def check_data(
     job: JobConfig, model_config: AnyModelConfig, form: str, vocab_size: int, num_ids: int
 ) -> list[str]:
-    """Return the problems of a run on rows of the format `form`, whose tokens are below
-    `vocab_size`, from a tokenizer with `num_ids` ids.
+    """Return the problems of a run whose data have the row format `form` and token ids below
+    `vocab_size`, and whose tokenizer has `num_ids` ids.
     """
     problems = check_form(job, form)
     problems += check_pairs(job, form)
@@ -434,7 +434,7 @@ def check_data(
 
 
 def check_model(checked: Checked) -> None:
-    """Check the model as a run does before its first step, but without weights and rows.
+    """Check the model as a run does before its first step, but without reading weights or rows.
 
     The embedding must have a row for each token, and the model's description must be savable.
 
@@ -557,9 +557,9 @@ def build_objective(job: JobConfig, vocab_size: int) -> Objective:
 
 
 def explain(error: BaseException, job: JobConfig | None) -> TitanliteError | None:
-    """Return an error that ended the run in a form for the user: a TitanliteError as it is, or a
-    new one that names the setting or the full memory behind an error of torch; None for other
-    errors.
+    """Return the error to show the user for an error that ended the run. A TitanliteError is
+    returned unchanged; for an error of torch whose cause is a setting or full memory, a new error
+    names that cause; None for other errors.
 
     If the run was refused before it wrote to its folder, the folder is removed.
     """

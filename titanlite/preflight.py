@@ -1,5 +1,5 @@
-"""Preflight: every check that needs only one process. Takes a fraction of a second, or seconds with
-a config.json, since transformers' class reads it.
+"""Preflight: every check that needs only one process. It takes a fraction of a second, or some
+seconds if a config.json is read, because that imports transformers.
 
 `run_train.sh` runs it once before it starts ranks, so that a mistake is reported once and early.
 Every rank runs it again, so that a launch without the script reports the same mistakes.

@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         refusal = explain(error, job)
         if refusal is None:
             _fail(error)
-        # Print on the first rank of this machine that has this error. Without a launcher, through
-        # which ranks agree, all print.
+        # The first rank of this machine that has this error prints it. Ranks agree on that through
+        # their launcher; without a launcher, all of them print it.
         if protocol.claim(hashlib.sha256(str(refusal).encode()).hexdigest()):
             print(f"titanlite: error: {refusal}", file=sys.stderr, flush=True)
         _record_error(str(refusal))
         code = refusal.exit_code
-    # Not after an error: it would wait until the collectives of other ranks time out.
+    # Do not do this after an error: it would wait until the collectives of other ranks time out.
     if code == 0 and dist.is_initialized():
         end_distributed()
     close(code)

@@ -34,7 +34,7 @@ class Run:
         start: the checkpoint that the run resumes from, or None.
         file_group: process group of all ranks on the host; its timeout allows for reading and
             writing files.
-        locks: locks of the run's folders, held as long as this object lives.
+        locks: locks of the run's folders, which are held as long as this object lives.
         unwritten: settings to be chosen for the GPUs when the batch is known; empty afterwards.
     """
 
@@ -58,7 +58,7 @@ class Run:
 
 
 def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
-    """Return `job` with the held-out share resolved: of a resumed run, the share that its
+    """Return `job` with the held-out share resolved: for a resumed run, the share that its
     checkpoint records; 0 if no rows are held out.
 
     Raises ConfigError: the run was trained on all rows, and now rows are to be held out.
@@ -77,9 +77,9 @@ def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
     )
     if is_wanted and not has_any:
         raise ConfigError(
-            f"data: the run in {job.job.dump_folder} was trained on all rows, and now some are to "
-            "be held out. Set data.validation_path to others, or another job.dump_folder to start "
-            "a new run."
+            f"data: the run in {job.job.dump_folder} was trained on all rows, and now some of them "
+            "would be held out. Set data.validation_path to other rows, or another "
+            "job.dump_folder to start a new run."
         )
     return replace(job, data=data)
 
@@ -97,9 +97,8 @@ def check_resumed_model(model_config: AnyModelConfig, start: Start) -> list[str]
     if not text:
         return []
     return [
-        f"model: this run is to resume from {start.folder}, whose model is another one: {text}. "
-        f"Undo the change, or begin a new run: another job.dump_folder, and model.path = "
-        f"{start.folder}."
+        f"model: this run would resume from {start.folder}, whose model is different: {text}. Undo "
+        f"the change, or start a new run: another job.dump_folder, and model.path = {start.folder}."
     ]
 
 
@@ -110,8 +109,8 @@ def warn_of_other_data(start: Start | None, loader: TrainLoader) -> None:
     taken = loader.get_taken(start.progress.step)
     places = ", ".join(f"{name} at {count}" for name, count in taken.items())
     logger.warning(
-        "data: the checkpoint was trained on %s, this run has %s; it goes on at sample %d of the "
-        "new order%s.",
+        "data: the checkpoint was trained on %s, this run has %s; it continues at sample %d of "
+        "the new order%s.",
         start.progress.data,
         loader.fingerprint,
         start.progress.samples,

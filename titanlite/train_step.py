@@ -84,12 +84,12 @@ class TrainStep:
 
         The loss of every micro-batch is divided by the number of units (tokens with a label, or
         pairs) in the *global* batch. So gradients are sums over ranks and micro-batches, whatever
-        the mesh is and however unevenly the units are distributed. Each backward follows its
-        forward, except that a pipeline stage runs some forwards ahead.
+        the mesh is and however unevenly the units are distributed. Each backward directly follows
+        its forward, except that a pipeline stage runs some forwards ahead.
         """
         self.begin(self.step)
-        # Not part of a phase that shows slow ranks: below, ranks wait for a rank whose data is
-        # late.
+        # This is not part of a phase that shows slow ranks, because here ranks wait for a rank
+        # whose data is late.
         self.timer.start("other")
         objective = self.objective
         count = len(micro_batches)
@@ -191,7 +191,7 @@ class TrainStep:
         global batch.
 
         Balance losses are divided by all tokens, because routers balance prompts too. Divided by
-        the labels, they would weigh more the fewer tokens of a chat are trained.
+        the number of labels, their weight would grow as fewer tokens of a chat are trained.
         """
         return losses.loss / units + losses.aux / num_tokens
 

@@ -211,7 +211,8 @@ class Trainer:
         return (loss_of_all / units_of_all).item(), losses
 
     def assess(self, *, last: bool) -> bool:
-        """Validate and evaluate, if due (step 0 is); return True if this step is the best.
+        """Validate and evaluate if this step is due (step 0 is); return True if this step is the
+        best so far.
 
         Collective: every rank must call.
         """

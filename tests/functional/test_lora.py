@@ -236,7 +236,7 @@ def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides
     step = tmp_path / "run/checkpoint/step-2"
     shutil.copytree(step.with_name("step-1"), tmp_path / "resumed/checkpoint/step-1")
     with pytest.raises(
-        AssertionError, match=r"whose model is another one: rope_theta is .*, there 777"
+        AssertionError, match=r"whose model is different: rope_theta is .*, there 777"
     ):
         train(Degrees(), tmp_path / "resumed", *overrides)
     train(Degrees(), tmp_path / "resumed", *overrides, "--model.overrides.rope_theta=777")

@@ -197,7 +197,7 @@ def test_resumed_with_another_model_it_is_refused(train, halfway):
     _, resumed = halfway(Degrees(dp_shard=2))
     with pytest.raises(
         AssertionError,
-        match=r"step-\d+, whose model is another one: rope_theta is 50000\.0, there 1000000\.0",
+        match=r"step-\d+, whose model is different: rope_theta is 50000\.0, there 1000000\.0",
     ):
         train(Degrees(dp_shard=2), resumed, "--model.overrides.rope_theta=5e4")
 

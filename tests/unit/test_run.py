@@ -40,7 +40,7 @@ def test_rows_that_were_trained_on_are_not_held_out_later():
     job = JobConfig()
     job.validation.enable = True
     with pytest.raises(
-        ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to others"
+        ConfigError, match=r"was trained on all rows, .* Set data\.validation_path to other rows"
     ):
         resolve_held_out(job, start)
     job.data.validation_path = "others.jsonl"

@@ -25,10 +25,10 @@ class ExpertBiasBalancer:
     """Counter of routed tokens per layer and expert over a step, which moves every router's
     `expert_bias` once per step.
 
-    Without such a bias in a transformers class, its tokens are still counted, if its experts can
-    be. A step adds `update_rate` to a bias, or subtracts it. `sum_over_ranks` sums a tensor on the
-    model's device, in place. With pipeline stages, of `stage_size` ranks each, the model has the
-    counters of this stage's layers.
+    If a transformers class has no such bias, the tokens of its experts are still counted, where
+    that is possible. A step adds `update_rate` to a bias, or subtracts it. `sum_over_ranks` sums a
+    tensor on the model's device, in place. With pipeline stages, of `stage_size` ranks each, the
+    model has the counters of this stage's layers.
     """
 
     def __init__(
@@ -208,5 +208,6 @@ def warn_of_ignored_balancing(section: MoESection, num_experts: int) -> None:
     given = [f"moe.{name} = {value}" for name in names if (value := getattr(section, name))]
     if given and num_experts == 0 and get_rank() == 0:
         logger.warning(
-            "moe: the model has no experts to balance: no effect of %s", ", ".join(given)
+            "moe: the model has no experts to balance, so these have no effect: %s",
+            ", ".join(given),
         )
