@@ -226,7 +226,7 @@ def test_factors_that_are_missing_or_do_not_fit_are_named(tmp_path):
     text = str(error.value)
     for words in (
         "materialize: 4 problems:",
-        f"{q}: checkpoint {tmp_path}: {q} is torch.float8_e4m3fn without factors ({q}_scale_inv).",
+        f"{q}: checkpoint {tmp_path}: {q} is torch.float8_e4m3fn without scales ({q}_scale_inv).",
         f"{k}_scale_inv: unexpected, checkpoint {tmp_path} has it and the model does not.",
         f"{expert}_scale_inv has shape (2, 2), which does not fit (32, 64) in blocks of (16, 24).",
         f"{norm}_scale_inv has shape (3,), which does not fit (64,)",

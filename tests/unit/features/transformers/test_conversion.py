@@ -116,7 +116,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
             lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)}),
             [
                 r"mlp\.experts\.gate_up_proj: checkpoint .*w1\.weight is torch\.float8_e4m3fn "
-                r"without factors"
+                r"without scales"
             ],
         ),
         (
