@@ -1,9 +1,9 @@
-"""Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): momentum steps made
-orthogonal, for the matrices of decoder layers; AdamW for all else.
+"""Muon (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982): orthogonalized momentum steps
+for the matrices of decoder layers, and AdamW for all other parameters.
 
 A matrix that is split over ranks is gathered on one of them, and its step is sent back. The ranks
-share the matrices of several parameters among themselves, by cost; a matrix that is whole on a
-rank, as most experts are, stays there. Replicas of a mesh each do the same work.
+divide the matrices of several parameters among themselves, by cost; a matrix that is whole on a
+rank, as most experts are, stays there. Each replica of a mesh does the same work.
 
 Shape suffixes: N matrices of R rows and C columns.
 """
@@ -26,23 +26,24 @@ from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, group_parameters
 
-# Elements of its shards that a rank handles at once, in the mean over the ranks that share a
+# Number of elements of its shards that a rank handles at once, averaged over the ranks that share a
 # parameter.
 _ELEMENTS_AT_ONCE = 1 << 25
 
 
 Slices = tuple[slice, ...]
-# Rows are of several matrices in turn, so many of the first one, then of the next, and so on; after
-# the last one again of the first.
+# How the rows of a parameter belong to several matrices: numbers of consecutive rows of each
+# matrix, a pattern that repeats.
 Widths = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _Owned:
-    """Rows of matrices that this rank assembles: the place of each rank's piece in them.
+    """A matrix that this rank assembles, and the position of each rank's piece in it.
 
-    `ranks` are all that hold a piece. In another replica, other ranks own the same matrices. All
-    replicas must batch the same matrices in one product, or rounding would make them differ.
+    `ranks` are all ranks that hold a piece. In a different replica, other ranks own the same
+    matrices. All replicas must batch the same matrices in one matmul, or rounding would make them
+    differ.
     """
 
     shape: tuple[int, int]
@@ -53,8 +54,8 @@ class _Owned:
 
 @dataclass
 class _Route:
-    """Pieces that this rank sends, (param, outer index) by rank, and joins, for the split
-    parameters of a bucket.
+    """For the split parameters of a bucket: the pieces that this rank sends, as (param, outer
+    index) by rank, and the matrices that it assembles.
     """
 
     sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(
@@ -67,13 +68,13 @@ class MatrixRedistribution:
     """Application of a function to every matrix of `params`, plain or DTensors, whatever part this
     rank holds.
 
-    A parameter (..., R, C) is a stack of (R, C), each of the matrices that `widths` names.
-    Collectives are over the ranks of `group` (None: all): each makes one of the same parameters in
-    the same order, and calls alike.
+    A parameter (..., R, C) is a stack of (R, C); `widths` tells which matrices the R rows belong
+    to. Every rank of `group` (None: all) must build this object from the same parameters in the
+    same order, and make the same calls.
 
     Attributes:
-        buckets: numbers of the parameters that are changed together; in this order. Those whose
-            matrices lie whole on their ranks are in buckets of their own, which need no collective.
+        buckets: numbers of the parameters that are changed together, in this order. Parameters
+            whose matrices are whole on their ranks have separate buckets, which need no collective.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class MatrixRedistribution:
     ) -> None:
         self._group = group
         self._params, self._widths = list(params), list(widths)
-        # layers are alike, and ranks may be thousands
+        # cached by layout: layers are alike, and there may be thousands of ranks
         known: dict[object, list[tuple[int, Region]]] = {}
         holders: list[list[tuple[int, Region]]] = []
         for param in self._params:
@@ -103,7 +104,7 @@ class MatrixRedistribution:
         self.buckets: list[list[int]] = []
         total = 0.0
         for number in sorted(range(len(is_split)), key=is_split.__getitem__):
-            # of a replica: the same for all ranks
+            # the size in one replica, per rank: the same on all ranks
             size = self._params[number].numel() / len(holders[number])
             last = self.buckets[-1][-1] if self.buckets else None
             if (
@@ -120,8 +121,8 @@ class MatrixRedistribution:
         ]
 
     def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
-        """Share the matrices of a bucket among the ranks that hold a piece, in turn, the costliest
-        first.
+        """Assign each matrix of a bucket to one of the ranks that hold a piece of it, in turn,
+        beginning with the costliest matrix.
         """
         me, found = dist.get_rank(), []
         known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
@@ -135,7 +136,7 @@ class MatrixRedistribution:
             cost = sum(min(size, columns) * size for size in sizes) * columns
             found += [(cost, number, index, holding) for index, holding in known[layout].items()]
         route = _Route()
-        # stable: alike on all ranks
+        # The sort is stable, so that all ranks have the same order.
         for _, number, index, holding in sorted(found, key=lambda item: -item[0]):
             ranks = tuple(rank for rank, _ in holding)
             owner = ranks[self._turns[ranks] % len(ranks)]
@@ -154,8 +155,8 @@ class MatrixRedistribution:
         tensors: dict[int, torch.Tensor],
         change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Replace every matrix by its `change`, in place, in `tensors`: contiguous shards of one
-        dtype by the parameters' numbers.
+        """Replace every matrix in `tensors` by its `change`, in place. `tensors` are contiguous
+        shards of one dtype, by the parameters' numbers.
 
         `change` maps (N, R, C) to (N, R, C), matrix by matrix, the same on all ranks.
 
@@ -198,8 +199,8 @@ class MatrixRedistribution:
     def _send(
         self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]
     ) -> None:
-        """Send `pieces`, by the rank that they go to, into `places`, by the rank that they come
-        from.
+        """Send `pieces`, listed by the rank that receives them, and receive into `places`, listed
+        by the rank that sends.
         """
         sent, received = (
             [sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places)
@@ -217,7 +218,9 @@ class MatrixRedistribution:
 def _change_each(
     x_NRC: torch.Tensor, widths: Widths, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the `change` of every matrix in the rows of `x_NRC`, of alike ones at once."""
+    """Return the `change` of every matrix in the rows of `x_NRC`; one call changes all matrices of
+    the same size.
+    """
     parts = list(x_NRC.unflatten(1, (-1, sum(widths))).split(widths, dim=2))
     for width in dict.fromkeys(widths):
         places = [place for place, other in enumerate(widths) if other == width]
@@ -229,8 +232,8 @@ def _change_each(
 
 
 def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
-    """Return the ranks of this replica of `param` and what each holds of it; this rank alone if it
-    is not split.
+    """Return the ranks that hold this replica of `param`, each with its region; only this rank if
+    `param` is not split.
     """
     if not isinstance(param, DTensor):
         return [(dist.get_rank() if dist.is_initialized() else 0, region_of(param))]
@@ -238,7 +241,7 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
     assert coordinate is not None  # every rank trains
     me, choices, ranks_of = dist.get_rank(), [], []
     for axis, (placement, place) in enumerate(zip(param.placements, coordinate, strict=True)):
-        # Not out of `mesh.mesh`: a mesh is a tensor, whose values cannot be read while a run is
+        # `mesh.mesh` is not used: it is a tensor, whose values cannot be read while a run is
         # planned without data.
         ranks_of.append(dist.get_process_group_ranks(mesh.get_group(axis)))
         choices.append([place] if placement.is_replicate() else range(mesh.size(axis)))
@@ -252,8 +255,8 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
 def _group_by_outer(
     holders: list[tuple[int, Region]], me: int
 ) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
-    """Group the holders of each matrix that this rank has a part of, in their order, by its outer
-    indices.
+    """Return, for each matrix that this rank has a part of, its holders in their order, keyed by
+    the outer indices of the matrix.
     """
     groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
     for rank, region in holders:
@@ -282,8 +285,8 @@ _RMS = 0.2
 
 
 def orthogonalize(x_NRC: torch.Tensor) -> torch.Tensor:
-    """Return about U V^T of every matrix U S V^T, by Newton-Schulz steps in the dtype of `x_NRC`;
-    zeros stay zeros.
+    """Return approximately U V^T for every matrix U S V^T, by Newton-Schulz steps in the dtype of
+    `x_NRC`; zeros stay zeros.
     """
     x_NRC = x_NRC / (torch.linalg.matrix_norm(x_NRC, keepdim=True) + 1e-7)
     is_tall = x_NRC.shape[-2] > x_NRC.shape[-1]
@@ -308,8 +311,9 @@ def build_muon(
     """Build Muon for the matrices of `muon_matrices`, with AdamW for the other trained parameters.
 
     The ranks of `group` (None: all) exchange the matrices that are split over them. Every rank must
-    call alike; no collective. Parameters of other pipeline stages are in the groups too, and never
-    stepped here. Raises ConfigError: `section.lr_multipliers` names nothing that is trained.
+    make the same call; no collective. The groups include parameters of other pipeline stages, which
+    are never stepped here. Raises ConfigError: `section.lr_multipliers` names nothing that is
+    trained.
     """
     matrices = muon_matrices(model)
     groups, rest = group_parameters(model, section, matrices)
@@ -320,7 +324,7 @@ def build_muon(
 def muon_matrices(model: Model) -> dict[nn.Parameter, Widths]:
     """Return the trained parameters that Muon steps, each with the matrices in its rows.
 
-    Embedding, output head, norms, biases and what lies outside of layers are AdamW's
+    AdamW steps the embedding, the output head, norms, biases and all parameters outside of layers
     (arXiv:2502.16982, 2.1).
     """
     found: dict[nn.Parameter, Widths] = {}
@@ -339,7 +343,7 @@ def muon_matrices(model: Model) -> dict[nn.Parameter, Widths]:
 
 
 def _get_widths(module: nn.Module, name: str, rows: int) -> Widths:
-    """Return the matrices in the rows of a parameter."""
+    """Return the `Widths` of the matrices in the rows of a parameter."""
     if hasattr(module, "stacked_matrices"):
         return cast(dict[str, Widths], module.stacked_matrices).get(name, (rows,))
     # Attributes of transformers' experts.
@@ -352,7 +356,7 @@ def _get_widths(module: nn.Module, name: str, rows: int) -> Widths:
 
 
 class Muon(torch.optim.Optimizer):
-    """One optimizer of two: Muon for the matrices in `groups`, and `adamw` for its own parameters.
+    """Two optimizers as one: Muon for the matrices in `groups`, and `adamw` for its own parameters.
 
     `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together
     on one of them (`MatrixRedistribution`), so the step is that of one process on any mesh, up to
@@ -360,7 +364,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         momentum: Nesterov momentum.
-        widths: matrices in the rows of some parameters: gate and up projection are two.
+        widths: for parameters that stack several matrices, such as gate and up projection.
     """
 
     def __init__(
@@ -426,8 +430,8 @@ class Muon(torch.optim.Optimizer):
         return torch.add(grad, new, alpha=self._momentum).to(dtype)
 
     def _is_stepped(self, param: nn.Parameter) -> bool:
-        """Return True if the parameter has or ever had a gradient; equal on all ranks that hold
-        pieces of it.
+        """Return True if the parameter has or ever had a gradient; the result is the same on all
+        ranks that hold pieces of it.
         """
         return param.grad is not None or param in self.state
 
@@ -441,8 +445,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _get_dtype(params: list[nn.Parameter]) -> torch.dtype:
-    """Return bfloat16 on CUDA, where it halves the time to compute and send and is as good; else
-    the parameters'.
+    """Return bfloat16 on CUDA, where it halves the time of computing and sending, and trains
+    equally well; otherwise the parameters' dtype.
     """
     if any(kernel_device(param.device) == "cuda" for param in params):
         return torch.bfloat16
