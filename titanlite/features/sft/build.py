@@ -153,7 +153,7 @@ def get_chat_warnings(counts: Mapping[str, int]) -> list[str]:
     remedies = {
         NO_END: "the model will not learn to stop. Use a chat template that closes the assistant's "
         "turn with a token.",
-        SPELLED: "they are trained as letters. Give chats as messages, or as prompt and "
+        SPELLED: "they are trained as plain text. Give chats as messages, or as prompt and "
         "completion, and each document as a row.",
     }
     found = [

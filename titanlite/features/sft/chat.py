@@ -40,7 +40,7 @@ ANSWER = 2
 END = 4
 # Keys of `ChatRenderer.counts` that deserve a warning; the last one is a prefix of several keys.
 NO_END = "answers without an end"
-SPELLED = "texts that spell special tokens"
+SPELLED = "texts that contain special tokens"
 DROPPED = "parts dropped by the template: "
 
 # Words that occur in no template: for the question, the answer and the next message.
@@ -315,11 +315,11 @@ class ChatRenderer:
         if turn is None:
             same = self._finder.count_common(prompt, done)
             text = (
-                f"the chat template shows messages[{i}] after another prompt than at inference: "
-                f"{prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the answer the "
-                "thought that the prompt opens, set an argument of the template with "
+                f"the chat template shows messages[{i}] after a different prompt than at "
+                f"inference: {prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the "
+                "answer the reasoning that the prompt opens, set an argument of the template with "
                 "data.chat_template_kwargs, such as {enable_thinking = false}, or set "
-                "data.chat_template to a template that shows both alike."
+                "data.chat_template to a template that shows both in the same way."
             )
             raise RowError("prompt differs", text)
         if not end.text:
@@ -327,7 +327,7 @@ class ChatRenderer:
         elif not end.tail.startswith(end.text):
             self.counts["answers that end with the first token of the next message"] += 1
         if not done.startswith(prompt) and _EMPTY_THOUGHT.search(prompt):
-            self.counts["answers after an empty thought that only the prompt shows"] += 1
+            self.counts["answers after empty reasoning that only the prompt shows"] += 1
         return turn
 
     def _find_end(self, has_calls: bool, has_tools: bool, as_text: bool, arguments: str) -> End:

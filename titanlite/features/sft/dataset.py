@@ -86,11 +86,12 @@ def fit_examples(
 ) -> ExampleSet:
     """Return the examples that fit into `seq_len` tokens, or can be made to fit.
 
-    'cut' keeps the first tokens. Of a pair, the shorter side keeps its tokens and the longer one
-    gets the rest, or each gets half. A cut example without a trained token is dropped, and counted.
-    'split' is for documents of plain text: each becomes pieces of `seq_len` tokens and a shorter
-    last one (arXiv:2404.10830). Here the last token of a piece is the first of the next, so that
-    each token is predicted once, as in a whole document.
+    'cut' keeps the first tokens. In a pair, a side of at most half of `seq_len` keeps all its
+    tokens, and the other side gets the rest; if both are longer, each gets half. A cut example
+    without a trained token is dropped, and counted. 'split' is for documents of plain text: each
+    becomes pieces of `seq_len` tokens and a shorter last one (arXiv:2404.10830). Here the last
+    token of a piece is the first of the next, so that each token is predicted once, as in a whole
+    document.
 
     Raises:
         DataError: an example is too long and `too_long` is 'error' (names the rows); no example is

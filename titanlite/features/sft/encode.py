@@ -43,7 +43,9 @@ class Document:
 
     @property
     def num_trained(self) -> int:
-        """Number of trained tokens; the first token follows nothing, so it is never a label."""
+        """Number of trained tokens. The first token is never a label, because no token precedes
+        it.
+        """
         return int(np.count_nonzero(self.flags[1:] & TRAINED))
 
 
@@ -208,7 +210,7 @@ class ExampleEncoder:
             return [self._draft(parsed) for parsed in parse_row(row, self.form)]
         except (MemoryError, RecursionError) as error:
             text = (
-                "Python cannot hold what it, or its chat template, asks for "
+                "Python cannot represent the row, or the result of its chat template "
                 f"({describe_error(error)}). Remove it."
             )
             raise RowError("too long or too deep", text) from None
@@ -220,7 +222,7 @@ class ExampleEncoder:
                 prefix, text = self._read_ends(parsed.text)
                 if not text:
                     raise RowError(
-                        "empty field", "the text has special tokens only. Remove the row."
+                        "empty field", "the text consists only of special tokens. Remove the row."
                     )
                 self.renderer.count_spelled(text)
                 return [_Draft((), text, TRAINED, as_one=True, is_chat=False, prefix=prefix)]
@@ -246,7 +248,7 @@ class ExampleEncoder:
         return [_Draft(tuple(turns), rest, flags, as_one=self._adds_space)]
 
     def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        """Return the documents of each draft: one document, if its tokens are those of
+        """Return the documents of each draft: a single document if its tokens are the same as at
         inference.
         """
         tokens = self._encode_batch(drafts)
@@ -295,8 +297,8 @@ class ExampleEncoder:
     def _make_document(
         self, draft: _Draft, tokens: dict[tuple[str, bool], "Encoding"]
     ) -> Document | None:
-        """Return the document of `draft`; None if a prompt has different tokens alone than in the
-        document.
+        """Return the document of `draft`; None if a prompt that is tokenized alone has different
+        tokens than in the document.
         """
         encodings = [tokens[text, draft.is_plain] for text, _ in draft.pieces]
         ids = [token for encoding in encodings for token in encoding.ids]

@@ -293,9 +293,8 @@ def make_encoder(
         )
     if form == "preference" and data.train_on == "all":
         raise DataError(
-            'data: train_on = "all" does not go with preference pairs: the prompt is the same on '
-            "both sides. "
-            'Set data.train_on = "assistant".'
+            'data: train_on = "all" cannot be combined with preference pairs: the prompt is the '
+            'same on both sides. Set data.train_on = "assistant".'
         )
     renderer = ChatRenderer(
         tokenizer,
@@ -310,7 +309,7 @@ def _unknown_form(content: dict[str, Any]) -> RowError:
     found = list_names(map(repr, sorted(content))) or "none"
     return RowError(
         "missing field",
-        f"the fields are {found}, which is no known form. Rename them: messages, question and "
-        "answer, prompt and completion, text, or prompt, chosen and rejected; or say which they "
-        "are: --data.fields.question=COLUMN.",
+        f"the fields are {found}, which no known format has. Rename them: messages, question and "
+        "answer, prompt and completion, text, or prompt, chosen and rejected; or name them: "
+        "--data.fields.question=COLUMN.",
     )

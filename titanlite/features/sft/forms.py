@@ -204,7 +204,7 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
     kinds = {type(_get(row, name)) for name in ("prompt", "completion")}
     if kinds == {str, list}:
-        text = "one of prompt and completion is a string, the other a list. Write both alike."
+        text = "one of prompt and completion is a string, the other a list. Use one type for both."
         raise RowError("wrong type", text)
     if kinds != {list}:
         prompt = _get_text(row, "prompt", may_be_empty=True)
@@ -225,7 +225,8 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
     texts = [name for name, side in sides.items() if isinstance(side, str)]
     if len(texts) == 1:
         raise RowError(
-            "wrong type", f"{texts[0]} is a string, and the other side a list. Write both alike."
+            "wrong type",
+            f"{texts[0]} is a string, and the other side a list. Use one type for both.",
         )
     if texts and prompt is None:
         raise _missing(row, "prompt")

@@ -120,4 +120,4 @@ def test_a_text_may_spell_its_begin_and_end(make_job, text, streaming):
 def test_special_tokens_inside_a_text_are_counted(make_job, caplog):
     rows = [{"text": f"what{token} is<|endoftext|>"} for token in ("", "<s>", "<|endoftext|>")]
     build_data(make_job(rows * 4, None, seq_len=48), 0, 1)
-    assert "8 texts that spell special tokens: they are trained as letters" in caplog.text
+    assert "8 texts that contain special tokens: they are trained as plain text" in caplog.text
