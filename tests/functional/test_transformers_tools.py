@@ -116,5 +116,5 @@ def test_a_model_with_a_state_generates_by_full_forwards_and_says_so(tmp_path, m
     found = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, device=CPU)
     assert [continuation.tokens for continuation in found] == greedy(reference)
     assert said == [
-        "generate: MambaForCausalLM keeps no keys and values: every token costs a full forward"
+        "generate: MambaForCausalLM cannot cache keys and values: every token costs a full forward"
     ]

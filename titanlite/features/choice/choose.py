@@ -45,7 +45,7 @@ class Choice:
         rate: tokens per second and GPU.
         nbytes: bytes of a rank at the step's peak of memory.
         batch: sequences of a step.
-        fits: True if 3 % of the memory stay free.
+        fits: True if 3 % of the memory stays free.
         larger: the choice for a batch of 2 to 16 times as many sequences, the smallest that is
             nearly as fast as the largest; None if it is not much faster.
     """

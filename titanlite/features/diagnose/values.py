@@ -45,7 +45,7 @@ def diagnose(
     """Compute a step again with the current weights; report the tensors that are not finite, with
     their ranks.
 
-    Gradients are dropped, and no weight changes. The caller must have set all values that follow
+    Gradients are dropped, and no weight changes. The caller must have set all values that depend on
     the step, including random generators.
 
     Args:

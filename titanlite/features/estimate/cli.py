@@ -43,7 +43,7 @@ _FIGURES = {
     ),
     "gpus-per-node": ("gpus_per_node", 1, "ranks on one node (default: 8)"),
     "memory-gib": ("memory_bytes", 2**30, "memory of the GPU"),
-    "reserved-gib": ("reserved_bytes", 2**30, "of it, what is not for training (default: 3)"),
+    "reserved-gib": ("reserved_bytes", 2**30, "part of it that training cannot use (default: 3)"),
 }
 # Settings of a run without a file, and of `--objective` in any run.
 _OBJECTIVES = {
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
-        "Say before a run is started whether it fits the GPUs, how fast it is, and what to "
+        "Report before a run is started whether it fits the GPUs, how fast it is, and what to "
         "change; then memory by purpose and where the time goes. Takes --config FILE and "
         "overrides as training does, or --model without a file. Nothing is downloaded except the "
         "config.json of a model of the hub.",
@@ -114,10 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--proposals",
         action=argparse.BooleanOptionalAction,
-        help="say what to change (default: if that is quick)",
+        help="list what to change (default: if that is quick)",
     )
     add("--rank", type=int, default=0, help="rank to look at (default: 0)")
-    add("--every-layer", action="store_true", help="trace all layers, not few of each kind; slower")
+    add("--every-layer", action="store_true", help="trace all layers, not a few per kind; slower")
     for option, (_, _, text) in _FIGURES.items():
         add(f"--{option}", type=float, help=text)
     return parser
@@ -205,9 +205,7 @@ def _hardware(known: argparse.Namespace) -> Hardware:
         if value is None:
             continue
         if not (0 < value < float("inf") or (option == "reserved-gib" and value == 0)):
-            raise ConfigError(
-                f"--{option}={value:g}: a rate, size or number is more than 0. Correct it."
-            )
+            raise ConfigError(f"--{option}={value:g}: this must be more than 0. Correct it.")
         changed: Any = {name: type(getattr(hardware, name))(value * unit)}
         hardware = replace(hardware, **changed)
     return hardware

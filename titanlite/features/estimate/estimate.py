@@ -131,9 +131,7 @@ def plan_step(
 def plan_stages(
     checked: Checked, hardware: Hardware, *, rank: int = 0, every_layer: bool = False
 ) -> dict[int, Estimate]:
-    """Return the figures of the pipeline stage of `rank`, then of one stage of each other kind, by
-    stage.
-    """
+    """Return the figures of a pipeline stage of each kind, by stage; `rank`'s stage is first."""
     degrees = checked.degrees
     own, stages = degrees.stage_of(rank), stages_to_trace(checked.model_config, degrees)
     ranks = {own: rank} | {stage: stage * degrees.stage_size for stage in stages if stage != own}

@@ -11,8 +11,8 @@ _MOST_SWEPT = 15
 _WORTH = 1.05  # smallest speedup for which the best choice is named
 _ROW = "{:<10}  {:<16}  {:<6}  {}"
 _EXPLAINED = {
-    GRADIENTS: "sharded, as many as are there at that moment",
-    ACTIVATIONS: "made by forwards: kept for backward, or of the layer or head at work",
+    GRADIENTS: "sharded, as far as they exist at that moment",
+    ACTIVATIONS: "made by forwards: saved for backward, or in use by the running layer or head",
     UNITS: "gathered weights, gradients before the reduce-scatter, and buffers of both",
     TEMPORARIES: "made by backwards, recomputed activations among them, or inside a kernel",
 }
@@ -77,7 +77,7 @@ def render_proposals(base: Planned, proposals: Iterable[Planned] | None) -> Iter
     """Yield the lines of proposals, each as soon as it is found."""
     estimate = base.estimate
     if proposals is None:
-        yield "to change: not looked at, which would take minutes here; --proposals does"
+        yield "to change: not searched, because that takes minutes here; --proposals does it"
         return
     found = 0
     for found, one in enumerate(proposals, start=1):
@@ -113,7 +113,7 @@ def _count(number: float) -> str:
 
 def _length(estimate: Estimate, steps: int, tokens: float | None) -> str:
     if tokens is None and not steps:
-        tokens, name = 1e9, "1 B tokens; how many the epochs have depends on the data"
+        tokens, name = 1e9, "1 B tokens; the size of an epoch depends on the data"
     else:
         tokens = float(steps * estimate.tokens) if tokens is None else tokens
         name = (
@@ -219,7 +219,7 @@ def render_parts(estimate: Estimate) -> str:
             f"  {trace.model_flops_per_token / 1e9:.2f} GFLOP per token (model, as MFU counts), "
             f"{done / 1e9:.2f} done{where} (recomputation included); {count} micro-batches in a "
             f"step of {estimate.tokens:,} tokens",
-            f"  at best {_ms(time.best_s)} a step: products {_ms(time.compute_s)} at {peak:.0f} "
+            f"  at best {_ms(time.best_s)} a step: matmuls {_ms(time.compute_s)} at {peak:.0f} "
             f"TFLOP/s, links inside nodes {_ms(time.intra_node_s)}, between nodes "
             f"{_ms(time.inter_node_s)}",
             f"total: {time.expected_s * 1e3 / count:,.1f} ms per micro-batch",

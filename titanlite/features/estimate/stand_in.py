@@ -266,8 +266,8 @@ def _even_splits(
 def _mask(
     training: TrainingSection, backend: AttentionBackend, window: int
 ) -> AttentionMask | None:
-    """Return a mask that needs no document ids, which have no data: of one document per row, or
-    None for `sdpa`.
+    """Return a mask that does not read document ids, which have no data: the mask of one document
+    per row, or None for `sdpa`.
     """
     if backend == "sdpa":
         return None

@@ -135,12 +135,16 @@ def exact_match(prediction: str, reference: str) -> float:
 
 
 def contains(prediction: str, reference: str) -> float:
-    """Return 1 if the prediction contains the reference without white space at its ends, else 0."""
+    """Return 1 if the prediction contains the reference, stripped of white space at its ends, else
+    0.
+    """
     return float(reference.strip() in prediction)
 
 
 def get_scorer(name: str) -> tuple[str, Scorer]:
-    """Return (name of the score, function) for `evaluation.scorer`; raises as `load_extension`."""
+    """Return the name of the score and its function for `evaluation.scorer`; raises as
+    `load_extension`.
+    """
     if name in ("exact_match", "contains"):
         return name, {"exact_match": exact_match, "contains": contains}[name]
     return name.partition(":")[2], load_extension(

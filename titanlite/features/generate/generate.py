@@ -137,7 +137,7 @@ def generate(
         cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
             logger.info(
-                "generate: %s keeps no keys and values: every token costs a full forward",
+                "generate: %s cannot cache keys and values: every token costs a full forward",
                 name_of(model),
             )
         batch = _Batch(
@@ -227,8 +227,8 @@ class _Batch:
             chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
 
     def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Do the same as `_cached_steps`, with a forward over the whole text for every token. The
-        model is causal, so no token sees the padding on its right.
+        """Do the same as `_cached_steps`, but with a forward over the whole text for every token.
+        The model is causal, so no token sees the padding on its right.
         """
         texts = [list(row) for row in rows]
         while True:

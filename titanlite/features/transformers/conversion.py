@@ -152,7 +152,7 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
             first.shape
         ):
             raise ValueError(
-                f"shapes {first.shape} and {tensor.shape} do not go together along dim {dim}"
+                f"shapes {first.shape} and {tensor.shape} cannot be joined along dim {dim}"
             )
         for part in tensor.parts:
             parts.append(replace(part, starts=_with(part.starts, dim, part.starts[dim] + end)))
@@ -268,7 +268,7 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     """Return how the stored `keys` become the tensors of `model`, and the keys that are no part of
     it.
 
-    Also records in `model.conversions` the used entries of the mapping, which saving reverts.
+    The used entries of the mapping, which saving reverts, are recorded in `model.conversions`.
     """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 

@@ -178,7 +178,7 @@ class TransformersRouter:
 
 
 class TransformersMoE(NamedTuple):
-    """The parts of a layer with experts that balancing uses."""
+    """The parts of an MoE layer that balancing uses."""
 
     gate: TransformersRouter
 

@@ -265,7 +265,8 @@ class Units:
                 self._seed = seed
                 self._drawn = {}
             if tensor not in self._drawn.get(unit, ()):
-                # The latest unit stays, because threads may need two units at the same time.
+                # The previous unit is kept beside the new one, because threads may need two units
+                # at the same time.
                 self._drawn = dict([*self._drawn.items()][-1:])
                 _seed_by(f"{seed}:{unit}")
                 self._drawn[unit] = self._draw(unit, *self._built)

@@ -258,7 +258,7 @@ class TransformersModel(Model):
             raise ConfigError(
                 f"model: {self.config.architecture} of transformers refuses a forward of "
                 f"{list(tokens_BS.shape)} tokens: {text}. Set training.seq_len or the data so that "
-                "it takes them, or use another one."
+                "it takes them, or use another model."
             ) from error
         found = found.logits
         # or the result is a loss
@@ -420,7 +420,7 @@ class TransformersModel(Model):
         if moe.expert_bias_update_rate and not self.moe_layers():
             raise ConfigError(
                 f"moe.expert_bias_update_rate = {moe.expert_bias_update_rate} moves the bias of "
-                f"routers, but those of transformers' {name} have no such buffer. Leave it out."
+                f"routers, but routers of transformers' {name} have no such buffer. Leave it out."
             )
         experts = self.expert_modules.values()
         if device.type == "cuda" and experts and all(map(is_plain_swiglu, experts)):

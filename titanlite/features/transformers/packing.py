@@ -1,4 +1,4 @@
-"""Rows in the form that transformers' classes take: with several documents, and with a cache.
+"""Inputs of transformers' classes for rows with several documents, and for a cache.
 
 Most of transformers' models make their masks from positions that restart. Some (gpt-oss, Qwen2.5-VL
 in 5.23) ignore positions and would let packed documents see each other. All of them build masks

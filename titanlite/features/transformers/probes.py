@@ -144,14 +144,14 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
     if facts.failure and not inputs:
         raise ConfigError(
             f"model: {name} of transformers does not run on text alone: {facts.failure}. Use "
-            "another one."
+            "another model."
         )
     if "token_type_ids" in inputs:
         return
     if not facts.is_causal:
         raise ConfigError(
             f"model: {name} of transformers is not causal: other tokens change the logits of "
-            "earlier ones, so it sees what it is to predict. Use another one."
+            "earlier ones, so it sees the tokens that it must predict. Use another model."
         )
 
 

@@ -123,7 +123,9 @@ def _read(folder: Path, report: Report) -> Stored:
 
 
 def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -> None:
-    """Check the tensors alone; problems of tensors that equal the base's are the base's."""
+    """Check each tensor by itself. A tensor that equals the base's is skipped: its problems are the
+    base's.
+    """
     first: dict[int, str] = {}
     for t in tensors:
         if t.is_matrix and not (t.group == "head" and config.get("tie_word_embeddings")):

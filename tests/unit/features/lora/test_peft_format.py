@@ -176,7 +176,7 @@ def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, va
     ("target", "tied", "problem"),
     [
         ("lm_head", False, "lm_head.base_layer.weight: is no LoRA adapter"),
-        ("lm_head", True, "lm_head.lora_A.weight: the model has no weight that it is for"),
+        ("lm_head", True, "lm_head.lora_A.weight: the model has no weight for this adapter"),
         ("embed_tokens", False, "embed_tokens.lora_embedding_A: is no LoRA adapter"),
     ],
 )

@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch, capsys):
 def test_a_configuration_that_passes(run):
     said = run("--parallelism.tensor_parallel_degree=2", code=0)
     assert said.startswith(
-        "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\nNot looked at: rows"
+        "OK on 4 ranks: dp_replicate 1 x dp_shard 2 x tp 2, ep 1\nNot checked: rows"
     )
 
 

@@ -68,7 +68,7 @@ def alone(model, tokens, *lengths):
 @pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
 def test_a_class_that_sees_later_tokens_is_refused(name):
     model = build(getattr(transformers, f"{name}Config")(**_ENCODER))
-    message = f"{model.config.architecture} of transformers is not causal: .* Use another one"
+    message = f"{model.config.architecture} of transformers is not causal: .* Use another model"
     tokens, labels = tokens_and_labels()
     with pytest.raises(ConfigError, match=message):
         model(tokens, labels)
