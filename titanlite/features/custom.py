@@ -337,8 +337,8 @@ def _build(build: _Build, named: _Named, section: OptimizerSection) -> torch.opt
 
 
 def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[str, tuple[str, ...]]:
-    """Step the optimizer on small placeholders for the parameters; return the names of each one's
-    state tensors.
+    """Step the optimizer on small placeholders for the parameters; return the names of each
+    parameter's state tensors.
     """
     stand_ins = [
         (name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named

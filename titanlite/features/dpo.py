@@ -97,7 +97,7 @@ def check_pairs(job: JobConfig, form: str) -> list[str]:
         return [
             'data: training.objective = "dpo" needs preference pairs, but the rows are of form '
             f"'{form}'. Set data.dataset = \"examples\" and data.path to rows with prompt, chosen "
-            'and rejected; streams say so themselves, with data.format = "preference".'
+            'and rejected; for a stream, also set data.format = "preference".'
         ]
     return []
 

@@ -205,9 +205,9 @@ class ImageDataset(ShuffledSequences):
             done, _ = self._encode(row, i + 1, turn.text, images)
             if not (_begins(done, before) and _begins(ids, done)):
                 raise DataError(
-                    f"{row.place}: the chat template shows messages[{i}] otherwise in the whole "
-                    "chat than after its prompt, so the model would learn what it never meets. "
-                    "Split the row, or use another template."
+                    f"{row.place}: the chat template renders messages[{i}] differently in the "
+                    "whole chat than after its prompt, so the model would learn text that "
+                    "inference never produces. Split the row, or use another template."
                 )
             trained[len(before) : len(done)] = True
         if not trained[1:].any():
@@ -318,7 +318,7 @@ def load_image(place: str, path: Path) -> Any:
     except ImportError as error:
         raise DataError(
             "data: images are decoded by Pillow, which cannot be imported: "
-            f"{describe_error(error)}. Install it anew: `{sys.executable} -m pip install "
+            f"{describe_error(error)}. Reinstall it: `{sys.executable} -m pip install "
             "--force-reinstall pillow`."
         ) from None
     try:
@@ -409,9 +409,7 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
             if kind == "image":
                 images.append(folder / part["image"])
     if not images:
-        raise DataError(
-            f"{place}: has no image. Rows of text belong into a dataset without images."
-        )
+        raise DataError(f"{place}: has no image. Rows of text belong in a dataset without images.")
     return ImageRow(place, messages, tuple(images))
 
 
@@ -429,5 +427,5 @@ def build_images(job: JobConfig) -> tuple[Any, SequenceDataset]:
         rows, processor, job.training.seq_len, data.validation_share, date=data.chat_date
     )
     logger.info("data: %s", dataset.fingerprint)
-    # its batches have the fields of a Batch, and inputs
+    # An `ImageBatch` has the fields of a `Batch`, and `inputs`.
     return processor.tokenizer, cast(SequenceDataset, dataset)

@@ -180,7 +180,7 @@ class CarriedTensors:
         ]
 
     def originals(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return for each copy the saved tensor, one of `keys`, that it is written from."""
+        """Return, for each copy, which of the saved tensors `keys` it is written from."""
         saved = set(keys)  # the first and likeliest one is written last, and counts
         return {
             copy: key for copy, same in self._copies.items() for key in same[::-1] if key in saved

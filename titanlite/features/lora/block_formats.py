@@ -1,5 +1,5 @@
-"""Block-quantized frozen weights: the values of a block share a scale (here called factor), and
-each value is a small code (QLoRA, arXiv:2305.14314).
+"""Block-quantized frozen weights: the values of a block share a scale (`factor` in names), and each
+value is a small code (QLoRA, arXiv:2305.14314).
 
 - `fp8`: codes are float8_e4m3fn, and a block has 128 values. It stores DeepSeek-V3's weights
   (arXiv:2412.19437, section 3.3) bit for bit; their scales cover 128 x 128 values.
@@ -59,13 +59,13 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Layout of a record.
+    """Layout of a record, which holds the codes and the scale of one block.
 
     Attributes:
         name: name in the configuration.
         block: number of values in a record.
         code_bytes: bytes of the codes in a record.
-        low_first: the first of two codes in a byte is in the lower half.
+        low_first: of two codes in a byte, the first one is in the lower half.
     """
 
     name: str

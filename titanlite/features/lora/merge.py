@@ -106,7 +106,7 @@ class _Corrections:
             if (match := _KEY.fullmatch(key)) is None:
                 problems.append(f"{key}: is no LoRA adapter.")
             elif match[1] not in weights:
-                problems.append(f"{key}: the model has no weight that it is for.")
+                problems.append(f"{key}: the model has no weight for this adapter.")
             else:
                 modules[match[1]] = weights[match[1]]
         for module, name in modules.items():
@@ -116,7 +116,7 @@ class _Corrections:
             self._pairs[name] = keys
         raise_problems(CheckpointError, f"checkpoint {folder}", problems)
         self._reader = SafetensorsReader.of_keys(str(folder), stored, stored.tensors)
-        # the pieces of one weight are asked for in a row
+        # the pieces of one weight are requested one after another
         self._pair = lru_cache(maxsize=2)(self._read_pair)
 
     def _misfits(self, name: str, keys: Sequence[str], rank: int) -> list[str]:

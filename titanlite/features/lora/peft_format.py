@@ -107,8 +107,8 @@ def layout_of(model: Any) -> Layout:
 def adapter_place(
     name: str, shape: tuple[int, ...], names: Iterable[str], model: Any
 ) -> AdapterPlace:
-    """Return the place on disk of the adapter `name` of global `shape`; `names` has all adapters of
-    `model`.
+    """Return key and shape on disk of the adapter `name` of global `shape`; `names` has all
+    adapters of `model`.
     """
     match, key_of = _EXPERT_ADAPTER.fullmatch(name), layout_of(model).key
     if match is None:
@@ -164,8 +164,8 @@ def adapter_checkpoint(
             )
         if base and config.base != (name := "@".join(filter(None, _name_of_base(base)))):
             logger.warning(
-                "checkpoint: the adapters in %s were trained on %s, and are put on %s; it must be "
-                "the same model",
+                "checkpoint: the adapters in %s were trained on %s, and are applied to %s; it "
+                "must be the same model",
                 *(folder, config.base, name),
             )
         return stored

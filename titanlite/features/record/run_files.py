@@ -132,8 +132,8 @@ _STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
 
 
 def count_states(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[int, int]]:
-    """Return for each trained parameter the bytes of its states per value, and those of its count
-    of steps.
+    """Return for each trained parameter the bytes of its states per value, and the bytes of its
+    step counter.
     """
     dtype: torch.dtype | None = optimizer.defaults.get("state_dtype")
     found: dict[torch.Tensor, tuple[int, int]] = {}
@@ -178,8 +178,8 @@ def count_bytes(plan: Plan, job: JobConfig, optimizer: torch.optim.Optimizer) ->
     """Return the bytes of a checkpoint: the model in `checkpoint.export_dtype`, the exact weights
     if that dtype loses bits, and the states of the optimizer.
 
-    With adapters, only they are counted. Headers, counts of steps, tokenizer and other small files
-    are not counted.
+    With LoRA, only the adapters are counted. Headers, counts of steps, tokenizer and other small
+    files are not counted.
     """
     total = 0
     states = count_states(optimizer)
@@ -230,8 +230,8 @@ def check_space(
         return []
     text = (
         f"checkpoint: the first one takes {format_size(size)} ({size:,} bytes), and "
-        f"{format_size(free)} ({free:,} bytes) are free in {folder}. Make room there, set "
-        "another job.dump_folder, or set checkpoint.enable = false to save nothing."
+        f"{format_size(free)} ({free:,} bytes) are free in {folder}. Free space there, set another "
+        "job.dump_folder, or set checkpoint.enable = false to save nothing."
     )
     if job.checkpoint.on_save_error == "stop":
         return [text]

@@ -59,9 +59,9 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
     trained -= num_lost
     text = (
         f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
-        f"in the first step: {', '.join(listed)}. They had no part in its loss and are as before, "
-        f"so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To keep them "
-        "out of the optimizer, name them in optimizer.freeze."
+        f"in the first step: {', '.join(listed)}. They did not contribute to its loss and are "
+        f"unchanged, so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To "
+        "keep them out of the optimizer, name them in optimizer.freeze."
     )
     if any(".indexer." in name for name in names):
         text += (

@@ -161,7 +161,7 @@ def naming_source(name: str) -> Iterator[None]:
 
 
 def get_stop_token_ids(dataset: TrainDataset | None) -> list[int]:
-    """Return the tokens at the end of the answers of all sources, as far as they are known."""
+    """Return the tokens that end answers in all sources, as far as they are known."""
     parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
     return sorted({token for part in parts for token in getattr(part, "stop_token_ids", ())})
 
@@ -171,9 +171,8 @@ def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
     pairs = [name for name, form in forms.items() if form == "preference"]
     if pairs and (unknown := [name for name, form in forms.items() if form == "auto"]):
         raise DataError(
-            f"data.sources: {list_names(pairs)} has preference pairs; what a stream has is not "
-            "known before it is "
-            f'read. Set data.sources.{unknown[0]}.format = "preference".'
+            f"data.sources: {list_names(pairs)} has preference pairs; the format of a stream is "
+            f'not known before it is read. Set data.sources.{unknown[0]}.format = "preference".'
         )
     if pairs and len(pairs) < len(forms):
         others = list_names(f"{name} ({form})" for name, form in forms.items() if name not in pairs)

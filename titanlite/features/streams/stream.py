@@ -182,8 +182,8 @@ class StreamDataset(ExampleSequences):
             self._add(block.end, total)
         elif total != self._ends[number][1]:
             raise DataError(
-                f"data: block {number + 1} of the stream has {len(block.sequences)} sequences, and "
-                f"had another number before. Remove {self._ends_file} if the rows have changed."
+                f"data: block {number + 1} of the stream has {len(block.sequences)} sequences, but "
+                f"had a different number before. Remove {self._ends_file} if the rows have changed."
             )
         return block
 
@@ -225,7 +225,7 @@ class StreamDataset(ExampleSequences):
             found = None if self._encoder is None else self._encoder.form
             if found == "preference" and self.form == "auto":
                 raise DataError(
-                    'data: the stream has preference pairs. Say so with data.format = "preference".'
+                    'data: the stream has preference pairs. Set data.format = "preference".'
                 )
         examples = encode_rows(data, self._encoder, batch, self.rows.names)
         content = fit_examples(examples, self.seq_len, data.too_long, may_be_empty=True)

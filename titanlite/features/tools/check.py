@@ -17,4 +17,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     checked = check_arguments(argv, weights=False)
     check_model(checked)
     print(f"OK on {format_count(checked.degrees.world_size, 'rank')}: {checked.degrees}")
-    print("Not looked at: rows (`titanlite data`), memory and time (`titanlite plan`), weights.")
+    print("Not checked: rows (`titanlite data`), memory and time (`titanlite plan`), weights.")

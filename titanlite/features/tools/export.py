@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         "export",
         "Write a checkpoint (or any Hugging Face model; FP8 is read for native families) as a "
-        "plain Hugging Face model. Parameters are cast to --dtype; buffers, and what a 16-bit "
-        "model stores in float32, keep theirs.",
+        "plain Hugging Face model. Parameters are cast to --dtype; buffers, and tensors that a "
+        "16-bit model stores in float32, keep their dtype.",
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")
@@ -256,8 +256,8 @@ def _read_float16(item: Item, region: Region) -> torch.Tensor:
 
 
 def _copy_rest(folder: Path, out: Path, but: Collection[str] = ()) -> None:
-    """Copy the files without weights that do not exist yet: tokenizer, chat template, licence.
-    Links are resolved.
+    """Copy the files that hold no weights (tokenizer, chat template, licence) unless `out` has them
+    already. Links are resolved.
     """
     for path in folder.iterdir():
         is_weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")

@@ -82,8 +82,8 @@ def get_shown_documents(dataset: TrainDataset, index: int) -> list[ShownDocument
 
 
 def _get_from_corpus(dataset: PackedDataset, index: int) -> ShownDocument:
-    """Return the whole sequence. Trained tokens are those after its first one, including the label
-    of its last one.
+    """Return the whole sequence. All tokens after its first one are trained, and so is the label of
+    its last one.
     """
     corpus = dataset.tokenized
     start = index * dataset.seq_len
@@ -283,7 +283,7 @@ def _get_samples(loader: TrainLoader) -> Iterator[list[ShownDocument]]:
         (index,) = loader.dataset.get_train_indices(loader.seed, number, number + 1).tolist()
         documents = get_shown_documents(loader.dataset, index)
         if loader.mixture:
-            # otherwise all would be from the first sequence's source
+            # otherwise all documents would be from the source of the first sequence
             documents = documents[: 1 + (documents[0].side != "")]
         size = 1 + any(document.side for document in documents)
         yield from (documents[i : i + size] for i in range(0, len(documents), size))
