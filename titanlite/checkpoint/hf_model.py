@@ -428,7 +428,7 @@ class HFFormat:
         return [weights_of(folder, model, exact=True)]
 
     def files(self, model: Model, plan: Plan) -> list[FileLayout]:
-        """Lay out the weights in files of the format, over this rank's shards."""
+        """Lay out the model's files, with this rank's shards of the weights."""
         return [*format_of(model).files(plan, self._dtype), *master_files(plan, self._dtype)]
 
     def describe(

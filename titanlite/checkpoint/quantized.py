@@ -72,7 +72,7 @@ def describe_misfit(tensor: StoredTensor) -> str:
     scale = tensor.scale
     if scale is None:
         is_fp8 = tensor.dtype in FP8
-        return f"{key} is {tensor.dtype} without factors ({key}_scale_inv)" if is_fp8 else ""
+        return f"{key} is {tensor.dtype} without scales ({key}_scale_inv)" if is_fp8 else ""
     if len(tensor.shape) in (2, 3):
         blocks = zip(tensor.shape[-2:], tensor.block, strict=True)
         if scale.shape == (*tensor.shape[:-2], *(-(-size // length) for size, length in blocks)):

@@ -65,8 +65,8 @@ class _Route:
 
 
 class MatrixRedistribution:
-    """Application of a function to every matrix of `params`, plain or DTensors, whatever part this
-    rank holds.
+    """Application of a function to every matrix of `params`, plain tensors or DTensors, regardless
+    of the part that this rank holds.
 
     A parameter (..., R, C) is a stack of (R, C); `widths` tells which matrices the R rows belong
     to. Every rank of `group` (None: all) must build this object from the same parameters in the

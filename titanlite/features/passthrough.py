@@ -57,8 +57,8 @@ def carry_passthrough(
     sources: Iterable[SourceProvider],
     checkpointer: Checkpointer,
 ) -> None:
-    """Add the passthrough tensors to the checkpoints of a run whose weights came from `sources`;
-    not to checkpoints of adapters.
+    """Add the passthrough tensors to the checkpoints of a run whose weights came from `sources`.
+    Checkpoints of adapters get no passthrough tensors.
 
     Raises:
         CheckpointError: as `find_carried`. Collective: every rank must call.
@@ -93,7 +93,7 @@ def find_carried(
 
 
 class CarriedTensors:
-    """The passthrough tensors of one folder, with their present location: the folder, or a later
+    """The passthrough tensors of one folder, and where they are now: in that folder, or in a later
     checkpoint.
     """
 

@@ -151,7 +151,9 @@ class Encoding(Protocol):
         ...
 
     def adopt(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Store such codes (N, W) and the scales of their blocks (N, blocks) without loss."""
+        """Store the codes (N, W) from such a file, and the scales of their blocks (N, blocks),
+        without loss.
+        """
         ...
 
     def count_not_finite(self, local: torch.Tensor) -> int:

@@ -19,8 +19,7 @@ class RoundedAdamW(LocalAdamW):
     """AdamW with moments in bfloat16, rounded stochastically, as weights in bfloat16 are.
 
     A bfloat16 moment that is rounded to nearest does not change if a step changes it by less than
-    1/512, which is so for beta2 = 0.999. The random bits depend on `seed` and the parameters'
-    `names`.
+    1/512, as with beta2 = 0.999. The random bits depend on `seed` and the parameters' `names`.
     """
 
     def __init__(
