@@ -86,7 +86,7 @@ def resolve_held_out(job: JobConfig, start: Start | None) -> JobConfig:
 
 def check_resumed_model(model_config: AnyModelConfig, start: Start) -> list[str]:
     """Return the problem of a checkpoint whose model computes a different function than the
-    configured one. On one rank.
+    configured one. Call on one rank.
     """
     # with adapters, the model's config.json is in titanlite's own folder
     files = [start.folder / "config.json", start.folder / OWN_FOLDER / "config.json"]

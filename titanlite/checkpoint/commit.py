@@ -127,7 +127,7 @@ def hidden_folder(folder: Path) -> Generator[Path]:
     """Yield a hidden folder, which the body renames to `folder` once it is complete; if it was not
     renamed, it is removed.
 
-    For one process. Leftovers of killed processes that wrote `folder` are removed first.
+    Call in one process. Leftovers of killed processes that wrote `folder` are removed first.
     """
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.{'[0-9a-f]' * 16}.tmp"):
         shutil.rmtree(path, ignore_errors=True)
@@ -302,7 +302,7 @@ def read_best(folder: Path) -> int | None:
 
 
 def point_best(folder: Path, step: int) -> None:
-    """Point the link to step-`step`, if that checkpoint is complete. One process at a time.
+    """Point the link to step-`step`, if that checkpoint is complete. Call in one process at a time.
 
     Raises OSError: the file system does not support links, or something else has this name.
     """

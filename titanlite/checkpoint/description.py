@@ -64,7 +64,7 @@ def describe_model(
     end_of_turn_ids: Sequence[int] = (),
 ) -> dict[str, bytes]:
     """Return the files next to the weights (content by file name), after transformers has read
-    them. On one rank.
+    them. Call on one rank.
 
     `dtype` is the dtype of the parameters on disk. Values that titanlite has no setting for are
     taken from `assets`, the folder of the model that training began with, and then from

@@ -80,7 +80,7 @@ class CheckpointFormat(Protocol):
         ...
 
     def check(self, plan: Plan) -> list[str]:
-        """Return the problems of tensors that the files have no key for. The same on all ranks."""
+        """Return the problems of tensors that the files have no key for, the same on all ranks."""
         ...
 
     def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
@@ -434,12 +434,14 @@ class HFFormat:
     def describe(
         self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]
     ) -> dict[str, bytes]:
-        """Build the files next to the weights, content by file name. On one rank."""
+        """Build the files next to the weights, content by file name. Call on one rank."""
         return describe_model(model.config, token_ids, self._dtype, self._assets, end_of_turn_ids)
 
 
 def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
-    """Return the index of the model's `files` by its file name, if there are several."""
+    """Return the content of the index file by its name if the model has several `files`; else
+    {}.
+    """
     models = [file for file in files if file.is_of_model]
     if len(models) < 2:
         return {}

@@ -196,7 +196,7 @@ class Checkpointer:
 
     def _tidy(self, progress: Progress) -> None:
         """Mark the best checkpoint and remove old ones, after the checkpoint of `progress` is
-        complete. One process.
+        complete. Call in one process.
         """
         try:
             section = self._section

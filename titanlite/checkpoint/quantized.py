@@ -26,8 +26,8 @@ _MXFP4_BLOCK = (1, 32)
 def attach_scales(
     tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
 ) -> dict[str, StoredTensor]:
-    """Return `tensors` with the scales of quantized weights in the weights, and not as tensors of
-    their own. Scales of activations are dropped.
+    """Return `tensors` with the scales of each quantized weight inside its entry, not as separate
+    entries. Scales of activations are dropped.
 
     An MXFP4 weight is one tensor, `name`, with the shape of its values. `declared` is the block of
     FP8 weights in config.json, or None for one scale per tensor.

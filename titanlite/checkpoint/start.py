@@ -24,8 +24,8 @@ class Start:
 
 
 def look_for_start(section: CheckpointSection, dump_folder: str) -> Start | None:
-    """Find where the run in `dump_folder` would begin, by the sizes of files alone. In one process;
-    changes no files.
+    """Find where the run in `dump_folder` would begin, by the sizes of files alone. Call in one
+    process; changes no files.
 
     Raises CheckpointError: as `find_start`.
     """
@@ -70,7 +70,7 @@ def find_start(
 def _choose(section: CheckpointSection, checkpoints: Path, passed_over: list[int]) -> Path | None:
     """Return the newest complete checkpoint by the sizes of its files, or the requested one.
 
-    Checkpoints in `passed_over` are left out; incomplete ones are added to it. In one process.
+    Checkpoints in `passed_over` are left out; incomplete ones are added to it. Call in one process.
     """
     asked = section.load_step
     complete: list[int] = []

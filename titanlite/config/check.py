@@ -170,8 +170,8 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
         (
             has_muon and lora.rank,
             "optimizer.name",
-            "{} makes steps of whole matrices orthogonal, which adapters (lora.rank) are not. Set "
-            'it to "AdamW".',
+            "{} orthogonalizes steps of whole matrices; adapters (lora.rank) are only factors of "
+            'them. Set it to "AdamW".',
         ),
         (
             has_muon and training.enable_cpu_offload,

@@ -428,8 +428,8 @@ def _texts(*rows: tuple[object, str]) -> list[str]:
 
 
 def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Return the problems that native and transformers models can have: when parameters are freed,
-    batch sizes, and sequence lengths.
+    """Return the problems that native and transformers models can have: resharding that contradicts
+    another setting, batch sizes, and sequence lengths.
     """
     parallelism = job.parallelism
     training = job.training
@@ -509,10 +509,11 @@ def resolve_global_batch_size(
 ) -> int:
     """Return the number of sequences in an optimizer step on all ranks.
 
-    If it is not set, it is `before`, the number of the run that is resumed. In a new run it holds
-    the examples of `BATCHES`, with `examples` examples in a sequence, but is at most a 32nd of the
-    `num_sequences` of an epoch, so that an epoch has at least 32 steps (as in LIMA,
-    arXiv:2305.11206). It is rounded down to whole micro-batches on all ranks, at least one each.
+    If no number is set, a resumed run keeps its number, `before`. A new run takes as many
+    sequences as hold the number of examples in `BATCHES`, with `examples` examples in a sequence,
+    but at most a 32nd of the `num_sequences` of an epoch, so that an epoch has at least 32 steps
+    (as in LIMA, arXiv:2305.11206). The result is rounded down to whole micro-batches on all ranks,
+    at least one each.
     """
     total = job.training.global_batch_size
     size = (job.training.local_batch_size or 1) * dp_degree

@@ -317,9 +317,9 @@ def permute_places(
     """Map the positions `places` (n,) int64, by default all, through a permutation of
     `num_sequences` that is keyed by (seed, epoch).
 
-    A Feistel network permutes the numbers of an even number of bits, as many as needed. Results
-    outside of the range are mapped again until they are inside (cycle walking: Black and Rogaway
-    2002, "Ciphers with arbitrary finite domains"), at most four times on average.
+    A Feistel network permutes the numbers below the next power of four. Results outside of the
+    range are mapped again until they are inside (cycle walking: Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains"), at most four times on average.
     """
     half = np.uint64(max(-(-(num_sequences - 1).bit_length() // 2), 1))
     mask = np.uint64((1 << int(half)) - 1)

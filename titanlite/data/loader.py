@@ -194,8 +194,8 @@ def build_loader(
     little data for `seq_len`.
     """
     training = job.training
-    # Only if the number is needed, because streams read rows for it. A plain-text document, or an
-    # image, counts as one example.
+    # The number of examples is read only if it is needed, because streams read rows for it. A
+    # plain-text document, or an image, counts as one example.
     sources = get_sources(dataset) if training.global_batch_size is None and before is None else []
     examples = sum(
         source.share * getattr(source.dataset, "examples_per_sequence", 1.0) for source in sources

@@ -411,7 +411,7 @@ def find_token_ids(tokenizer: "PreTrainedTokenizerFast | None") -> dict[str, int
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, bytes]:
     """Return the files of a transformers tokenizer, content by file name; empty without a
-    tokenizer. On one rank.
+    tokenizer. Call on one rank.
 
     Raises CheckpointError: the tokenizer cannot be saved.
     """

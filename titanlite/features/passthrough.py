@@ -142,7 +142,7 @@ class CarriedTensors:
         )
 
     def describe(self, description: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Return config.json with the counts and parts of these tensors. On one rank.
+        """Return config.json with the counts and parts of these tensors. Call on one rank.
 
         Raises:
             CheckpointError: transformers rejects it.

@@ -413,7 +413,7 @@ class Results:
             return f"{best} and has not improved in {series.stale} validations"
         least = self._validation.early_stopping_min_delta
         return (
-            f"{best}, but in {series.stale} validations it has not come {least:g} "
+            f"{best}, but in {series.stale} validations it was never {least:g} "
             f"(validation.early_stopping_min_delta) below {series.reference:.4f}"
         )
 

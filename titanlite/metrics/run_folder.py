@@ -142,8 +142,8 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
 
 def get_identity(job: JobConfig) -> dict[str, str]:
-    """Return the settings that distinguish one run from another, by key; a hub model as its id and
-    commit.
+    """Return the settings that distinguish one run from another, by key; a hub model appears as its
+    id and commit.
     """
     share = job.data.validation_share
     settings = {key: str(get_value(job, key)) for key in (*_IDENTITY, *_KEPT)}
@@ -154,7 +154,7 @@ def get_identity(job: JobConfig) -> dict[str, str]:
 
 def check_same_run(job: JobConfig, step: int, before: Mapping[str, str]) -> list[str]:
     """Return why a run cannot resume its checkpoint: base model, data or objective differ, or the
-    checkpoint has more steps than the run should have. On one rank.
+    checkpoint has more steps than the run should have. Call on one rank.
 
     The sources of a mixture may change. `before` is the identity in the checkpoint of `step`.
     """

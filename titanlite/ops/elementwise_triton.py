@@ -76,8 +76,8 @@ def add_norm_backward_kernel(
 
 @triton.jit
 def _gated_rows(block, T, G, R, D, stride_t, stride_h, BLOCK, BR):
-    """Return the positions in x and z, and which of them exist. z has strides for tokens and for
-    key heads of R value heads each.
+    """Return the positions in x and in z, and a mask of valid ones. z has a stride per token and
+    one per key head, which has R value heads.
     """
     row, d = (block * BR + tl.arange(0, BR)).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
     gate = row // G * stride_t + row % G // R * stride_h + row % R * D

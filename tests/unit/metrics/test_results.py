@@ -63,7 +63,7 @@ def test_min_delta_counts_against_the_last_improvement_and_not_the_last_loss():
         results.add_validation(step, loss)
     assert results.out_of_patience
     assert results.describe() == (
-        "the validation loss was best (1.7600) at step 7, but in 3 validations it has not come 0.1 "
+        "the validation loss was best (1.7600) at step 7, but in 3 validations it was never 0.1 "
         "(validation.early_stopping_min_delta) below 1.8500"
     )
 

@@ -73,6 +73,6 @@ def choose_rest(run: Run, loader: TrainLoader, build: Build) -> tuple[Run, Train
 def choose_for(
     checked: Checked, hardware: Hardware, build: Build, batch: int | None = None
 ) -> Choice:
-    """Choose the open settings, see `choose`. In one process."""
+    """Choose the open settings, see `choose`. Call in one process."""
     model = build(checked.job, checked.model_config, "cuda")
     return choose(checked, model, hardware, batch)

@@ -109,7 +109,7 @@ def take(checked: Checked, choice: Choice) -> Checked:
 
 
 def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None = None) -> Choice:
-    """Choose the open settings. In one process.
+    """Choose the open settings. Call in one process.
 
     Args:
         model: unsharded, on meta.

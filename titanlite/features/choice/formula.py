@@ -26,13 +26,14 @@ from titanlite.models.moe import is_routed
 _HALF = 2  # bytes of a value in bfloat16
 _FULL = 4
 _LOSS_CHUNK = 4096  # tokens whose logits exist at the same time
-# bytes held for a logit and its gradient, and copies of the head in bfloat16 that are held: with
-# FSDP, without FSDP
+# bytes held for a logit and its gradient; copies of the head in bfloat16 that are held with FSDP,
+# and without FSDP
 _LOGIT_BYTES, _HEADS, _WHOLE_HEADS = 2.4, 4.2, 2
 # bytes moved for a logit, and for a weight of the head in each chunk
 _LOGIT_TRAFFIC, _HEAD_TRAFFIC = 5, 45
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
-# times that FSDP moves a gathered value in each direction, and bytes moved for its gradient
+# how often FSDP moves a gathered value in each direction, and the bytes that it moves for its
+# gradient
 _GATHER_COPIES, _REDUCE_COPIES = 1.5, 12
 # bytes that clipping and AdamW move for a trained value, without its two moments
 _OPTIMIZER_BYTES = 24

@@ -185,7 +185,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
 
 
 def _allocate(plan: Plan, model: Model) -> None:
-    """Allocate as `materialize.allocate` does, but tensors without data."""
+    """Allocate tensors without data, in the same way as `materialize.allocate`."""
     for entry in plan.entries:
         if not entry.tensor.is_meta or entry.is_remote:
             continue

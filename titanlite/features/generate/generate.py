@@ -185,8 +185,8 @@ class _Batch:
     sampling: Sampling
 
     def run(self, prompts: dict[int, Sequence[int]]) -> dict[int, Continuation]:
-        """Continue these prompts, by number. Without prompts this rank only takes part in the
-        other ranks' forwards.
+        """Continue `prompts`, which are keyed by their number. Without prompts this rank only takes
+        part in the other ranks' forwards.
         """
         rows = list(prompts.values()) or [[0]]
         streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [

@@ -93,7 +93,7 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None
     """Write the model in `base`, with the adapters in `adapter` merged, to `out`: `W + alpha / rank
     * B A`.
 
-    Computed in float64 and rounded to `dtype` once. `base` as in `find_base`.
+    The sum is computed in float64 and rounded to `dtype` once. `base` is as in `find_base`.
 
     Raises:
         CheckpointError: as `export_checkpoint`, or the adapters are damaged or do not fit the

@@ -170,8 +170,8 @@ def find_other_model(
 def describe_differences(
     ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()
 ) -> str:
-    """Describe how `theirs` would compute differently from the same weights, except for the fields
-    in `meant`; or "".
+    """Describe the fields with which `theirs` would compute differently from the same weights,
+    except the fields in `meant`; "" if there are none.
     """
     there, left_out = asdict(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     differences = [

@@ -128,8 +128,8 @@ _PATTERNS: Mapping[str, _Pattern] = {
 
 
 def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
-    """Yield a message for each list in transformers' `config` that `model` does not have, because
-    its fields cannot express every list.
+    """Yield a message for each list of layers in transformers' `config` that differs from the list
+    of `model`, whose fields cannot express every list.
     """
     for key, pattern in _PATTERNS.items():
         given, expected = getattr(config, key, None), pattern.write(model)

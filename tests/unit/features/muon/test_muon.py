@@ -139,7 +139,7 @@ def test_matrices_of_layers_are_muons(family):
 @pytest.mark.parametrize(
     ("section", "name", "value", "text"),
     [
-        ("lora", "rank", 4, "which adapters (lora.rank) are not"),
+        ("lora", "rank", 4, "adapters (lora.rank) are only factors of them"),
         ("training", "enable_cpu_offload", True, "too slow"),
         ("optimizer", "momentum", 1.0, "optimizer.momentum = 1.0 is out of range"),
     ],
