@@ -344,8 +344,8 @@ def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
 
 
 def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
-    """Return a problem for each kind of heads, as divided by tensor parallelism, that context
-    parallelism cannot exchange.
+    """Return a problem for each kind of heads that context parallelism cannot split after tensor
+    parallelism has split them.
     """
     tp = degrees.tp
     cp = degrees.cp

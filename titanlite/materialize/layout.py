@@ -151,7 +151,7 @@ class Encoding(Protocol):
         ...
 
     def adopt(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Store the codes (N, W) from such a file, and the scales of their blocks (N, blocks),
+        """Store codes (N, W) that `can_adopt` accepts, and the scales of their blocks (N, blocks),
         without loss.
         """
         ...

@@ -229,7 +229,7 @@ def _decay(total, document, FIRST: tl.constexpr):
 
 @triton.jit
 def _decay_t(total, document, FIRST: tl.constexpr):
-    """Return the transpose of `_decay`, computed as a transpose."""
+    """Compute the transpose of `_decay` directly, not by transposing it."""
     i = tl.arange(0, C)
     seen = (document[:, None] == document[None, :]) & (i[None, :] >= i[:, None] + FIRST)
     return tl.exp(tl.where(seen, total[None, :] - total[:, None], float("-inf")))

@@ -34,12 +34,12 @@ _FIGURES = {
     "intra-node-gbps": (
         "intra_node_bytes_s",
         1e9 / 8,
-        "Gbit/s of a GPU to others of its node, one direction",
+        "Gbit/s from a GPU to others in its node, one direction",
     ),
     "inter-node-gbps": (
         "inter_node_bytes_s",
         1e9 / 8,
-        "Gbit/s of a GPU to other nodes, one direction",
+        "Gbit/s from a GPU to other nodes, one direction",
     ),
     "gpus-per-node": ("gpus_per_node", 1, "ranks on one node (default: 8)"),
     "memory-gib": ("memory_bytes", 2**30, "memory of the GPU"),

@@ -354,8 +354,8 @@ def _moment(segment: Segment, split: int, num_layers: int) -> Moment:
 
 
 def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Return the mesh axis, "cp" or "stage" for each process group's name; an axis over all ranks
-    may share their group.
+    """Return, by the name of each process group, its mesh axis, "cp" or "stage"; an axis over all
+    ranks may share the group of all ranks.
     """
     assert dist.group.WORLD is not None
     names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
