@@ -231,8 +231,8 @@ class ImageDataset(ShuffledSequences):
         texts = [said] if isinstance(said, str) else [part.get("text", "") for part in said]
         if turn is None or not all(shows(turn.answer, text) for text in texts):
             text = (
-                f"the chat template shows messages[{i}] after another prompt than at inference, or "
-                "not at all."
+                f"the chat template shows messages[{i}] after a different prompt than at "
+                "inference, or not at all."
             )
             raise RowError("prompt differs", f"{text} Use another template.")
         return turn

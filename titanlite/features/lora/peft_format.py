@@ -218,8 +218,8 @@ def read_adapter(
         or not math.isfinite(alpha)
     ):
         problems.append(
-            f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a rank and a "
-            "factor."
+            f"{ADAPTER_CONFIG}: r = {rank!r} and lora_alpha = {alpha!r} are not a positive "
+            "integer and a number."
         )
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)

@@ -148,7 +148,7 @@ def adapter(base, tmp_path_factory):
         ("init_lora_weights", "pissa_niter_4", "is not plain LoRA"),
         ("alpha_pattern", {"q_proj": 8}, "is not plain LoRA"),
         ("use_dora", True, "is not plain LoRA"),
-        ("lora_alpha", "12", "are not a rank and a factor"),
+        ("lora_alpha", "12", "are not a positive integer and a number"),
         ("r", 8, "shapes (4, 32) and (32, 4) (lora_B) do not fit rank 8"),
     ],
 )
