@@ -25,8 +25,8 @@ _HEADER = f"""\
 <!-- Made by `{COMMAND}` from titanlite/config. Do not edit. -->
 
 A setting is a key of a section in the TOML file, or `--section.key=value` on the command line,
-where the last one wins. Override values are read by the type below and never guessed; `none` unsets
-a setting that may be unset.
+where the last one wins. The value of an override is read as the type below, and never as a guessed
+type; `none` unsets a setting that may be unset.
 """
 
 
