@@ -29,7 +29,7 @@ def test_ranks_that_cannot_be_connected_may_be_at_the_next_start():
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
     assert "rank 3 on " in str(
         error
-    ) and "by the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
+    ) and "through the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
     assert "frame" not in str(error)
 
 

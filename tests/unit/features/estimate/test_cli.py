@@ -183,7 +183,7 @@ def cache(tmp_path, monkeypatch):
             "--rank=4: with --world-size=4 there are ranks 0 to 3.",
         ),
         *(
-            ([*TINY, f"--{name}=-1"], f"--{name}=-1: a rate")
+            ([*TINY, f"--{name}=-1"], f"--{name}=-1: this must be more than 0")
             for name in ("flops", "intra-node-gbps", "memory-gib")
         ),
         ([*TINY, "--gpus=8xh1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
