@@ -170,14 +170,15 @@ class TransformersCheckpoint(StoredWeights):
     def _place(self, part: TracedPart) -> Placed:
         stored = self.stored.tensors[part.key]
         region = Region(part.starts, part.lengths)
-        row = 0
         if stored.scale is None:
             stored = _block(stored, part)
-        elif part.source_lengths != stored.shape:
-            row = part.source_starts[0]
-            if len(stored.shape) != 2 or part.source_lengths[1] != stored.shape[1]:
-                raise NotTraceable("a cut that is not between rows of FP8")
-        return Placed(stored, Piece(part.key, stored.shape, region, row))
+            return Placed(stored, Piece(part.key, stored.shape, region))
+        dims = len(stored.shape)
+        is_whole = part.source_lengths == stored.shape
+        has_rows = dims == 2 and part.source_lengths[1] == stored.shape[1]
+        if part.lengths[-dims:] != part.source_lengths or not (is_whole or has_rows):
+            raise NotTraceable("a part of FP8 that is not rows of a matrix")
+        return Placed(stored, Piece(part.key, stored.shape, region, row=part.source_starts[0]))
 
     def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Drop the second name of a tied tensor that is stored under both."""
