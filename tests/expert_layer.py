@@ -78,3 +78,19 @@ class ExpertLayer:
             h = torch.nn.functional.silu(gate) * up * weight[token, slot, None]
             out = out.index_add(0, token, h @ down[e].T)
         return [out, *torch.autograd.grad(out, tensors, self.dout.double())]
+
+
+def grouped_products(x, weight, dy, sizes):
+    """Return the product of each group of rows with its weight, and the gradients of both, in
+    float64 by a loop over groups; results are zero beyond the groups.
+    """
+    x, weight, dy = x.detach().double(), weight.detach().double(), dy.double()
+    y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(weight)
+    start = 0
+    for e, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        y[rows] = x[rows] @ weight[e]
+        dx[rows] = dy[rows] @ weight[e].T
+        dw[e] = x[rows].T @ dy[rows]
+        start += size
+    return y, dx, dw

@@ -12,8 +12,18 @@ by a kernel, and makes a table of dtypes at each operation.
 from functools import cache
 
 import numpy as np
+import pytest
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from titanlite.ops.launchers import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+NEEDS_KERNELS = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+ON_GPU = [] if INTERPRETED else [pytest.mark.gpu]  # part of `pytest -m gpu`
 
 _Builder = interpreter.InterpreterBuilder
 _cast_impl = _Builder.cast_impl
@@ -60,3 +70,7 @@ def repair():
     interpreter.InterpretedFunction.__call__ = _call
     _Builder.create_dot = _dot
     _Builder.cast_impl = _Builder.create_fp_trunc = _cast
+
+
+if INTERPRETED:
+    repair()

@@ -50,13 +50,9 @@ def backend(request, monkeypatch):
 
 def make_inputs(tokens=13, dim=8, vocab=23, dtype=torch.float32, ignored=(2, 5)):
     generator = torch.Generator().manual_seed(0)
-    hidden = (
-        torch.randn(tokens, dim, generator=generator, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_()
-    )
-    weight = (
-        torch.randn(vocab, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden, weight = (
+        torch.randn(rows, dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for rows in (tokens, vocab)
     )
     labels = torch.randint(vocab, (tokens,), generator=generator)
     labels[list(ignored)] = IGNORE_INDEX
@@ -81,8 +77,10 @@ def assert_close(actual, expected, bound):
     assert (actual.double() - expected).norm() <= bound * expected.norm()
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize(("vocab", "chunk_tokens"), [(23, 5), (128, 13), (VOCAB, 1), (VOCAB, 100)])
+@pytest.mark.parametrize(
+    ("vocab", "chunk_tokens", "reduction"),
+    [(23, 5, "none"), (128, 13, "sum"), (VOCAB, 4, "sum"), (VOCAB, 100, "none")],
+)
 def test_equals_cross_entropy(vocab, chunk_tokens, reduction, backend):
     for dtype in KERNEL_DTYPES if backend == "kernels" else BOUNDS:
         hidden, weight, labels = make_inputs(vocab=vocab, dtype=dtype)
@@ -104,10 +102,8 @@ def test_equals_cross_entropy(vocab, chunk_tokens, reduction, backend):
 def test_nothing_to_predict(tokens):
     hidden, weight, labels = make_inputs(tokens=tokens, ignored=range(tokens))
     loss = linear_cross_entropy(hidden, weight, labels, 4)
-    assert loss.item() == 0.0
     loss.backward()
-    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
-    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert not loss and not hidden.grad.any() and not weight.grad.any()
 
 
 def test_large_logits_do_not_overflow(backend):
@@ -119,16 +115,13 @@ def test_large_logits_do_not_overflow(backend):
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_only_wanted_gradients(reduction):
+def test_gradients_of_one_argument():
     hidden, weight, labels = make_inputs()
     _, dhidden, dweight = reference(hidden, weight, labels)
-    linear_cross_entropy(hidden, weight.detach(), labels, reduction=reduction).sum().backward()
+    linear_cross_entropy(hidden, weight.detach(), labels).backward()
     assert_close(hidden.grad, dhidden, BOUNDS[torch.float32])
-    hidden.grad = None
-    linear_cross_entropy(hidden.detach(), weight, labels, reduction=reduction).sum().backward()
+    linear_cross_entropy(hidden.detach(), weight, labels, reduction="none").sum().backward()
     assert_close(weight.grad, dweight, BOUNDS[torch.float32])
-    assert hidden.grad is None
 
 
 class SizeLog(TorchDispatchMode):
@@ -151,8 +144,7 @@ class SizeLog(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float32, "sum"), (torch.bfloat16, "none")])
 def test_full_logits_never_exist(dtype, reduction):
     tokens, dim, vocab, chunk = 200, 4, 300, 16
     hidden, weight, labels = make_inputs(tokens, dim, vocab, dtype)
@@ -186,8 +178,9 @@ class Ranks:
         return out
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("splits", [(0, 1, VOCAB), (0, 50, 100, VOCAB)])
+@pytest.mark.parametrize(
+    ("splits", "reduction"), [((0, 1, VOCAB), "none"), ((0, 50, 100, VOCAB), "sum")]
+)
 def test_vocabulary_shards_equal_the_whole(splits, reduction, backend):
     """Each rank is a thread. It has the whole loss, and gradients that are parts of a sum or
     rows.
@@ -238,16 +231,13 @@ def test_bfloat16_gradients_are_scaled_alike():
         assert abs(scaled.norm() / whole.norm() / scale - 1) < 1e-3
 
 
-@pytest.mark.parametrize("label", [VOCAB, -7])
-def test_label_outside_the_vocabulary_does_not_pass(label, backend):
+def test_label_outside_the_vocabulary_does_not_pass(backend):
     hidden, weight, labels = make_inputs(vocab=VOCAB)
-    labels[0] = label
+    labels[:2] = torch.tensor([VOCAB, -7])
     losses = linear_cross_entropy(hidden, weight, labels, reduction="none")
-    assert not losses[0].isfinite() and losses[1:].isfinite().all()
-    loss = linear_cross_entropy(hidden, weight, labels)
-    assert not loss.isfinite()
-    loss.backward()
-    assert not hidden.grad[0].isfinite().any() and hidden.grad[1:].isfinite().all()
+    assert not losses[:2].isfinite().any() and losses[2:].isfinite().all()
+    losses.sum().backward()
+    assert not hidden.grad[:2].isfinite().any() and hidden.grad[2:].isfinite().all()
 
 
 def test_nan_gives_nan_and_a_logit_of_minus_infinity_does_not(backend):

@@ -71,22 +71,6 @@ def test_the_router_follows_float64():
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
 
 
-def test_the_router_compiles():
-    """On CUDA the router is part of a layer's graph, which must not break."""
-    torch.manual_seed(0)
-    x, weight = (
-        torch.randn(6, 16).to(BF16).requires_grad_(),
-        torch.randn(4, 16).to(BF16).requires_grad_(),
-    )
-
-    def grads(function):
-        return torch.autograd.grad(function(x, weight).sin().sum(), (x, weight))
-
-    compiled = torch.compile(_WideLinear.apply, fullgraph=True, backend="aot_eager")
-    for actual, wanted in zip(grads(compiled), grads(_WideLinear.apply), strict=True):
-        assert torch.equal(actual, wanted)
-
-
 def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them():
     with FakeTensorMode(), plan_for_device("cuda"):
         x, weight = (torch.zeros(2, 40, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16))
@@ -100,16 +84,12 @@ def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them():
     assert torch.equal(wide_linear(*exact), exact[0] @ exact[1].T)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_the_head_adds_its_weight_gradient_inside_the_product(reduction):
+def test_the_head_adds_its_weight_gradient_inside_the_product():
     """8192 tokens make two chunks; no float32 matrix of the vocabulary is added to another."""
     with FakeTensorMode(), FixedScalars(), plan_for_device("cuda"), Calls() as calls:
         hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
         labels = torch.zeros(8192, dtype=torch.int64)
-        loss = linear_cross_entropy(
-            hidden.requires_grad_(), weight.requires_grad_(), labels, reduction=reduction
-        )
-        loss.sum().backward()
+        linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels).backward()
         assert weight.grad is not None and weight.grad.dtype == BF16
     assert calls.found["addmm.dtype_out"] == 2 and not calls.found["add_.Tensor"]
 
@@ -127,16 +107,9 @@ def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k, summed, picked):
         token = torch.zeros(6 * top_k, dtype=torch.int64)
         out = unpermute_sum(permute_tokens(x, token, rows), token, rows)
         out.sum().backward()
-        assert (
-            out.shape == x.shape
-            and out.dtype == BF16
-            and x.grad is not None
-            and x.grad.shape == x.shape
-        )
-    assert (calls.found["gather_sum.default"], calls.found["index_select.default"]) == (
-        summed,
-        picked,
-    )
+        assert x.grad is not None and out.shape == x.grad.shape == x.shape and out.dtype == BF16
+    assert calls.found["gather_sum.default"] == summed
+    assert calls.found["index_select.default"] == picked
     assert not any("embedding_bag" in name for name in calls.found)
 
 
@@ -159,28 +132,19 @@ print(get(), [name for name, value in os.environ.items() if "_TF32_" in name and
 """
 
 
-@pytest.mark.parametrize("values", [("1", "1"), ("0", "0")])
-def test_ranks_multiply_float32_whatever_an_image_sets(
-    values,
-):
+def test_ranks_multiply_float32_whatever_an_image_sets():
     """torch starts with TF32 in cuDNN, and also in cuBLAS if the first variable is 1; cuBLAS itself
     obeys only the second one.
     """
-    names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
-    given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-    environment = {
-        key: value for key, value in os.environ.items() if key not in (*names, "RANK", "WORLD_SIZE")
-    }
+    given = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
+    others = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-W", "error", "-c", PRECISIONS]
     done = subprocess.run(
-        command, env=environment | given, capture_output=True, text=True, timeout=120, check=True
+        command, env=others | given, capture_output=True, text=True, timeout=120, check=True
     )
     before, *lines, after = done.stdout.splitlines()
-    assert before.startswith(
-        "('high', True, True, 'tf32'" if values[0] == "1" else "('highest', False, True, 'none'"
-    )
+    assert before.startswith("('high', True, True, 'tf32'")
     assert after == "('highest', False, False, 'ieee', 'ieee', 'ieee') []"
-    expected = [name for name, value in given.items() if value == "1"]
-    assert [
-        name in line and "is ignored" in line for name, line in zip(expected, lines, strict=True)
-    ] == [True for _ in expected]
+    assert all(
+        name in line and "is ignored" in line for name, line in zip(given, lines, strict=True)
+    )

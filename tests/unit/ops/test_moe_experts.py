@@ -16,8 +16,7 @@ def layer_of(sizes, top_k, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
-@pytest.mark.parametrize("top_k", [1, 4])
-@pytest.mark.parametrize("sizes", [[5, 0, 17, 1], [0, 0, 40], [1, 0], [64, 64]], ids=str)
+@pytest.mark.parametrize(("sizes", "top_k"), [([5, 0, 17, 1], 4), ([1, 0], 1)], ids=str)
 def test_equals_a_float64_loop(sizes, top_k, dtype):
     layer = layer_of(sizes, top_k, dtype)
     for name, got, want in zip(
@@ -43,39 +42,23 @@ def test_rows_of_no_expert_reach_nothing(top_k):
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_tokens_with_fewer_rows_than_others(top_k):
     """As those that came from other ranks have: rows from R on are none."""
-    layer, torch_R = (
-        ExpertLayer([4, 0, 3], top_k, torch.float64, hidden=3, inner=2),
-        torch.arange(7),
-    )
-    x, gate_up, down, weight, *_ = layer.arguments()
-    token, rows = torch.tensor([0, 1, 3, 4, 0, 2, 4]), torch.full((5, 3), 9)
-    rows[0, :2], rows[1, 0], rows[2, 1], rows[3, 2], rows[4, 1:] = (
-        torch.tensor([0, 4]),
-        1,
-        5,
-        2,
-        torch.tensor([3, 6]),
-    )
+    layer = ExpertLayer([4, 0, 3], top_k, torch.float64, hidden=3, inner=2)
+    _, gate_up, down, weight, *_ = layer.arguments()
+    token = torch.tensor([0, 1, 3, 4, 0, 2, 4])
+    rows = torch.tensor([[0, 4, 9], [1, 9, 9], [9, 5, 9], [9, 9, 2], [9, 3, 6]])
     if top_k == 1:
-        token, rows = (
-            torch.tensor([0, 1, 3, 4, 6, 2, 5]),
-            torch.tensor([[0], [1], [5], [2], [3], [6], [4]]),
-        )
-    x, weight = (
-        torch.randn(rows.shape[0], x.shape[1]).double().requires_grad_(),
-        weight[:7].detach().requires_grad_(),
-    )
+        token = torch.tensor([0, 1, 3, 4, 6, 2, 5])
+        rows = torch.tensor([[0], [1], [5], [2], [3], [6], [4]])
+    x = torch.randn(rows.shape[0], 3, dtype=torch.float64, requires_grad=True)
+    weight = weight[:7].detach().requires_grad_()
     offsets = torch.tensor([4, 4, 7], dtype=torch.int32)
     leaves, dout = (x, gate_up, down, weight), torch.randn_like(x)
     found = moe_experts(*leaves, token.int(), rows.int(), offsets, "torch")
-    expert_R = (torch_R >= 4) * 2
+    expert_R = torch.tensor([0, 0, 0, 0, 2, 2, 2])
     z = torch.einsum("rd,rnd->rn", x[token], gate_up[expert_R])
     h = torch.nn.functional.silu(z[:, :2]) * z[:, 2:] * weight.unsqueeze(1)
     expected = torch.zeros_like(x).index_add(
         0, token, torch.einsum("ri,rdi->rd", h, down[expert_R])
     )
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
-    for one, two in zip(
-        *(torch.autograd.grad(out, leaves, dout) for out in (found, expected)), strict=True
-    ):
-        assert torch.allclose(one, two, rtol=1e-12, atol=1e-12)
+    results = [[out, *torch.autograd.grad(out, leaves, dout)] for out in (found, expected)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,6 @@
 gradient.
 """
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ def make_rows(num_tokens, top_k, seed):
 
 @settings(max_examples=40)
 @given(
-    num_tokens=st.integers(1, 12),
+    num_tokens=st.integers(0, 12),
     top_k=st.integers(1, 5),
     dim=st.integers(1, 9),
     seed=st.integers(0, 999),
@@ -29,11 +28,9 @@ def test_values_and_gradients_equal_index_arithmetic(num_tokens, top_k, dim, see
     generator = torch.Generator().manual_seed(seed)
     token_R, rows_Tk = make_rows(num_tokens, top_k, seed)
     # Small integers: sums are exact, so equality needs no tolerance.
-    x = torch.randint(-8, 8, (num_tokens, dim), generator=generator).double().requires_grad_()
-    y = (
-        torch.randint(-8, 8, (num_tokens * top_k, dim), generator=generator)
-        .double()
-        .requires_grad_()
+    x, y = (
+        torch.randint(-8, 8, (size, dim), generator=generator).double().requires_grad_()
+        for size in (num_tokens, num_tokens * top_k)
     )
     rows = permute_tokens(x, token_R, rows_Tk)
     assert torch.equal(rows, x[token_R])
@@ -45,23 +42,6 @@ def test_values_and_gradients_equal_index_arithmetic(num_tokens, top_k, dim, see
     assert torch.equal(dx, tokens)
     (dy,) = torch.autograd.grad(tokens, y, x.detach())
     assert torch.equal(dy, rows)
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (0, 1)])
-def test_no_rows(shape):
-    num_tokens = shape[0]
-    rows_Tk = torch.zeros(shape, dtype=torch.int64)
-    token_R = torch.zeros(0, dtype=torch.int64)
-    x = torch.randn(num_tokens, 4, requires_grad=True)
-    rows = permute_tokens(x, token_R, rows_Tk)
-    assert rows.shape == (0, 4)
-    rows.sum().backward()
-    assert torch.equal(x.grad, torch.zeros_like(x))
-    y = torch.zeros(0, 4, requires_grad=True)
-    tokens = unpermute_sum(y, token_R, rows_Tk)
-    assert torch.equal(tokens, torch.zeros(num_tokens, 4))
-    tokens.sum().backward()
-    assert y.grad.shape == (0, 4)
 
 
 def test_bfloat16_rows_are_summed_in_float32():
