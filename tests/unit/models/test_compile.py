@@ -74,7 +74,7 @@ def assert_traced_alike(graphs, build, checkpointing="none"):
     plain, compiled = build(), build()
     wrap_layers(plain, job_of(checkpointing, compiled=False), experts_on_own_mesh=False)
     wrap_layers(compiled, job_of(checkpointing, compiled=True), experts_on_own_mesh=False)
-    for actual, expected in zip(train(compiled, 3), train(plain, 3), strict=True):
+    for actual, expected in zip(train(compiled, 2), train(plain, 2), strict=True):
         assert (actual - expected).norm() <= BOUND * expected.norm()
     kinds = {layer.blocks for layer in compiled.decoder_layers()}
     assert graphs.made == len(kinds)
@@ -87,7 +87,7 @@ def with_balance_losses(model):
 
 
 CHECKPOINTING = {"llama": "full", "qwen3": "selective", "qwen3_moe": "full", "dots1": "selective"}
-DAILY = {*CHECKPOINTING, "deepseek_v3", "gpt_oss", "qwen3_5_moe_text"}
+DAILY = {"qwen3", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,9 @@ def test_families_without_and_with_checkpointing(tiny, graphs, family):
     )
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", ["full", pytest.param("selective", marks=pytest.mark.full)]
+)
 def test_varlen_attention(tiny, graphs, checkpointing):
     """Every batch has another number of documents."""
 
@@ -120,27 +122,25 @@ def test_varlen_attention(tiny, graphs, checkpointing):
     )
 
 
-@pytest.mark.parametrize(("checkpointing", "base"), [("none", "float32"), ("selective", "nf4")])
-def test_adapters_with_dropout(tiny, graphs, checkpointing, base):
+def test_adapters_of_encoded_weights_with_dropout(tiny, graphs):
     def build():
-        model = build_decoder(tiny.config("dots1"))
+        model = build_decoder(tiny.config("dots1", num_layers=2))
         apply_lora(model, LORA, torch.float32)
-        if base != "float32":
-            encode_weights(model, base)
+        encode_weights(model, "nf4")
         # zeros hide the gradient of lora_A
         materialize(model, "cpu", [{"*lora_B": Init(Normal(std=0.1))}], seed=0)
         return model
 
-    assert_traced_alike(graphs, build, checkpointing)
+    assert_traced_alike(graphs, build, "selective")
 
 
-@torch._dynamo.config.patch(recompile_limit=3)
+@torch._dynamo.config.patch(recompile_limit=1)
 def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
     """Graphs are counted for all layers together, for they are of the same code; torch's own limit
-    is 8, here it is 3. On CUDA backward, which computes checkpointed layers again, is in a thread
+    is 8, here it is 1. On CUDA backward, which computes checkpointed layers again, is in a thread
     of its own; so are all calls here.
     """
-    model = tiny.ours(tiny.config("dots1", num_layers=2))
+    model = tiny.ours(tiny.config("qwen3_moe", num_layers=2))
     wrap_layers(model, job_of("none", compiled=True), experts_on_own_mesh=False)
     tokens, documents = batch_of(0)
 
@@ -152,4 +152,4 @@ def test_more_kinds_of_calls_than_torch_has_graphs_for(tiny, graphs):
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(calls).result()
-    assert graphs.made == 4, "of a dense and of an MoE layer, in training and in evaluation"
+    assert graphs.made == 2, "one for training and one for evaluation"

@@ -11,10 +11,11 @@ from collections import Counter
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
+from files import read_json
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -23,33 +24,11 @@ from titanlite.checkpoint.description import describe_model
 from titanlite.models.families import any_model_config_from_hf, families, model_config_from_hf
 from titanlite.models.families.keys import NotNativeError
 
-DRAWS = int(os.environ.get("TITANLITE_MUTATIONS", "28"))  # of each family
+DRAWS = int(os.environ.get("TITANLITE_MUTATIONS", "14"))  # of each family
 BOUND = 1e-5
-INFINITY = float("inf")
-FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
-VALUES: list[Any] = [None, True, False, 0, 1, 2, 8, -1, 10**18, 0.5, 1.0, INFINITY, "1", [], {}]
-VALUES += [None, None, True, False, "gelu", FULL, SLIDING, ["dense", "sparse"]]
-ROPE_VALUES: dict[str, list[Any]] = {
-    "rope_type": ["default", "linear", "llama3", "yarn", "dynamic", None],
-    "type": ["default", "linear", "yarn", None],
-    "factor": [2.0, 4, 0.5, None, "2", INFINITY],
-    "rope_theta": [1e4, 500000, None],
-    "original_max_position_embeddings": [64, None, 2.5],
-    "low_freq_factor": [1.0, 4.0, None],
-    "beta_fast": [32, 8.0, None, 0],
-    "attention_factor": [1.5, 0, None],
-    "mscale": [1.0, 0.7, None, -20],
-    "mscale_all_dim": [1.0, None, 0],
-    "truncate": [True, False, None, 1],
-    "partial_rotary_factor": [0.5, 1.0, None, 0],
-    "full_attention": [{"rope_type": "default", "rope_theta": 1e4}, None],
-}
-# Read by transformers from any configuration, or written by other versions.
-OTHERS = ["is_causal", "per_layer_config", "head_dim", "num_local_experts", "rope_theta"]
-OTHERS += ["partial_rotary_factor", "original_max_position_embeddings", "layer_types"]
-OTHERS += ["mlp_layer_types", "qk_head_dim", "num_nextn_predict_layers", "id2label", "pad_token_id"]
-OTHERS += ["first_k_dense_replace", "attn_output_gate"]
-OTHERS += ["attention_bias", "tie_word_embeddings", "use_sliding_window", "mlp_bias", "use_cache"]
+# Values of any key and of the keys of rotary tables, and keys that transformers reads from any
+# configuration or that other versions write.
+DATA = read_json(Path(__file__).parent / "config_mutations.json")
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_layers": 2, "intermediate_size": 24}
 
 
@@ -75,15 +54,15 @@ def mutate(hf, family, draw):
         case "missing":
             hf.pop(draw.choice(names))
         case "value":
-            known = sorted({*families()[family].keys.values(), *OTHERS})
-            hf[draw.choice(known)] = deepcopy(draw.choice(VALUES))
+            known = sorted({*families()[family].keys.values(), *DATA["other_keys"]})
+            hf[draw.choice(known)] = deepcopy(draw.choice(DATA["values"]))
         case "number":
             key = draw.choice([name for name in names if type(hf[name]) in (int, float)])
             now = hf[key]
             hf[key] = draw.choice([float(now), now * 2, now / 2, now + 1, -now, now * 10**12])
         case "rope":
-            keys = draw.sample(sorted(ROPE_VALUES), draw.randint(1, 5))
-            table = {name: draw.choice(ROPE_VALUES[name]) for name in keys}
+            keys = draw.sample(sorted(DATA["rope_values"]), draw.randint(1, 5))
+            table = {name: draw.choice(DATA["rope_values"][name]) for name in keys}
             rope_type = draw.choice(["linear", "llama3", "yarn", None])
             if rope_type is not None:
                 table = {"rope_type": rope_type, "factor": 4.0, **table}

@@ -1,6 +1,5 @@
 """The decoder: packed documents, meta building, dtypes, names, ties, checkpointing."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,26 +9,11 @@ from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families
 
-TOTALS = {
-    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
-    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
-    ("qwen3", "0.6B"): 596_049_920,
-    ("qwen3", "8B"): 8_190_735_360,
-    ("qwen3", "32B"): 32_762_123_264,
-    ("llama", "3.1-8B"): 8_030_261_248,
-    ("llama", "3.1-70B"): 70_553_706_496,
-    ("llama", "3.2-1B"): 1_235_814_400,
-}
 
-
-def test_presets_have_their_parameters_and_take_no_memory():
-    start = time.process_time()
-    for (family, flavor), total in TOTALS.items():
-        model = build_decoder(families()[family].presets[flavor], torch.bfloat16)
-        assert sum(param.numel() for param in model.parameters()) == total
-        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    # about 0.5 s; a real allocation of 470 GB would not end at all
-    assert time.process_time() - start < 10
+def test_a_large_preset_has_its_parameters_and_takes_no_memory():
+    model = build_decoder(families()["qwen3_moe"].presets["235B-A22B"], torch.bfloat16)
+    assert sum(param.numel() for param in model.parameters()) == 235_093_634_560
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 def test_build_does_not_change_the_default_dtype():
@@ -40,7 +24,7 @@ def test_build_does_not_change_the_default_dtype():
     assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", ["dots1", "gpt_oss", "qwen3_next"])
 def test_buffers_stay_float32_in_a_bfloat16_model(tiny, family):
     model = build_decoder(tiny.config(family), torch.bfloat16)
     materialize(model, "cpu")
@@ -76,9 +60,8 @@ def pack(config, lengths, padding, generator):
     tokens = torch.cat([d[0] for d in documents] + [torch.zeros(padding, dtype=torch.int64)])
     labels = torch.cat([d[1] for d in documents] + [torch.full((padding,), -100)])
     positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])
-    ids = torch.cat(
-        [torch.full((n,), i) for i, n in enumerate(lengths)] + [torch.full((padding,), -1)]
-    )
+    numbers = torch.tensor([*range(len(lengths)), -1])
+    ids = numbers.repeat_interleave(torch.tensor([*lengths, padding]))
     return documents, [x[None] for x in (tokens, labels, positions, ids)]
 
 
@@ -113,21 +96,13 @@ def test_packed_documents_equal_separate_documents(tiny, family):
         assert torch.equal(packed_counts[name], counts[name])
 
 
-def test_loss_sums(tiny):
+def test_balance_losses_are_summed_over_layers(tiny):
     model = tiny.ours(tiny.config("qwen3_moe"))
-    tokens = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(0))
-    labels = tokens.roll(-1, 1)
-    labels[:, -1] = -100
-    sums = model(tokens, labels)
-    expected = torch.nn.functional.cross_entropy(
-        model(tokens).flatten(0, 1), labels.flatten(), reduction="sum"
-    )
-    torch.testing.assert_close(sums.cross_entropy, expected, rtol=1e-6, atol=0)
-    assert sums.aux.item() == 0.0
-    for moe in model.moe_layers().values():
-        moe.gate.aux_loss_coeff = 0.1
+    tokens = torch.arange(16).view(2, 8)
+    assert model(tokens, tokens).aux.item() == 0.0
     parts = []
     for moe in model.moe_layers().values():
+        moe.gate.aux_loss_coeff = 0.1
         moe.gate.register_forward_hook(lambda _m, _a, out: parts.append(out.aux_loss))
-    torch.testing.assert_close(model(tokens, labels).aux, sum(parts[:3]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(model(tokens, tokens).aux, sum(parts), rtol=1e-6, atol=0)
     assert parts[0] > 0

@@ -63,9 +63,8 @@ def test_attributes_that_each_layer_has_for_itself():
     )
 
 
-@pytest.mark.parametrize("form", ["Infinity", '{"__float__": "Infinity"}'])
-def test_infinities_are_read_and_kept(tmp_path, form):
-    content = json.dumps(_MAMBA2)[:-1] + f', "time_step_limit": [0.0, {form}]}}'
+def test_infinities_are_read_and_kept(tmp_path):
+    content = json.dumps(_MAMBA2)[:-1] + ', "time_step_limit": [0.0, Infinity]}'
     config = resolve(tmp_path, content)
     assert load_config_and_class(config.hf, "test")[0].time_step_limit == [0.0, math.inf]
     written = describe_model(config, {}, torch.float32, None)["config.json"].decode()
@@ -77,10 +76,9 @@ def test_infinities_are_read_and_kept(tmp_path, form):
     assert read_json(tmp_path / "config.json", "test")["model_type"] == "mamba2"
 
 
-@pytest.mark.parametrize("form", ["NaN", '{"__float__": "NaN"}'])
-def test_a_size_that_is_no_number_is_refused(tmp_path, form):
+def test_a_size_that_is_no_number_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="initializer_range = nan is not a finite number"):
-        resolve(tmp_path, json.dumps(_MAMBA2)[:-1] + f', "initializer_range": {form}}}')
+        resolve(tmp_path, json.dumps(_MAMBA2)[:-1] + ', "initializer_range": NaN}')
 
 
 @pytest.mark.parametrize(

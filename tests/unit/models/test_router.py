@@ -91,9 +91,10 @@ def naive_balance_loss(router, x, valid, ids):
     return total
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("score_func", "normalized", "padded"),
+    [("softmax", False, True), ("softmax", True, False), ("sigmoid", True, True)],
+)
 def test_weights_and_balance_loss_and_their_gradients(score_func, normalized, padded):
     router = build(
         Router, score_func=score_func, norm_topk_prob=normalized, routed_scaling_factor=1.5
