@@ -151,17 +151,6 @@ def test_fp8_is_dequantized_as_the_trained_weights_are(saved, tmp_path):
         carried_in(tmp_path / "bad")
 
 
-def test_mxfp4_is_carried_byte_for_byte(saved, tmp_path):
-    packed = {
-        "mtp.w_blocks": torch.randint(256, (3, 2, 16)).byte(),
-        "mtp.w_scales": torch.randint(256, (3, 2)).byte(),
-    }
-    with_more(saved, tmp_path / "base", packed)
-    export_checkpoint(tmp_path / "base", tmp_path / "out", torch.bfloat16)
-    got = load_file(tmp_path / "out/model.safetensors")
-    assert all(torch.equal(got[key], tensor) for key, tensor in packed.items())
-
-
 def test_they_are_never_in_memory(saved, tmp_path, monkeypatch):
     """Of one tensor of 96 MiB the largest buffer has 1 MiB, also when the shards are copied for the
     background.

@@ -197,7 +197,7 @@ def write_huge_png(path, side):
     )
 
 
-@pytest.mark.parametrize("side", [8193, 13000, 60000])
+@pytest.mark.parametrize("side", [8193, 60000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path, side):
     write_huge_png(tmp_path / "x.png", side)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -65,9 +65,8 @@ def alone(model, tokens, *lengths):
     )
 
 
-@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
-def test_a_class_that_sees_later_tokens_is_refused(name):
-    model = build(getattr(transformers, f"{name}Config")(**_ENCODER))
+def test_a_class_that_sees_later_tokens_is_refused():
+    model = build(transformers.BertConfig(**_ENCODER))
     message = f"{model.config.architecture} of transformers is not causal: .* Use another model"
     tokens, labels = tokens_and_labels()
     with pytest.raises(ConfigError, match=message):
@@ -121,9 +120,7 @@ def test_rows_are_refused_before_the_first_step():
     job = JobConfig(data=DataSection(dataset="text"))
     assert check_documents_per_row(job, packs, CPU) == []
     (problem,) = check_documents_per_row(job, mixes, CPU)
-    assert re.search(
-        r"mixes documents .*data\.packing = true .* Set data\.packing = false", problem
-    )
+    assert re.search(r"mixes documents .* Set data\.packing = false", problem)
     unpacked = replace(job, data=replace(job.data, packing=False))
     assert check_documents_per_row(unpacked, mixes, CPU) == []
     pairs = JobConfig(data=DataSection(packing=False), training=TrainingSection(objective="dpo"))
@@ -148,9 +145,3 @@ def test_logits_that_are_masked_in_place_are_not_the_heads(monkeypatch):
     assert loss.item() == pytest.approx(
         torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum").item()
     )
-
-
-def test_embeddings_that_share_their_weight_are_no_layer():
-    """BERT's must not be split, and the head has their weight: with FSDP the two would part."""
-    model = build(transformers.BertConfig(**_ENCODER, is_decoder=True))
-    assert {type(layer).__name__ for layer in model.decoder_layers()} == {"BertLayer"}
