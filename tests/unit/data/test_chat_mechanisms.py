@@ -7,6 +7,7 @@ token that ends the turn. The tests compare tokens, not only texts.
 import json
 
 import pytest
+from files import read_table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from unit.data.templates import CHATML
@@ -16,56 +17,21 @@ from titanlite.features.sft.chat_template import set_arguments, set_date
 from titanlite.features.sft.encode import ExampleEncoder, encode_prompt
 from titanlite.features.sft.readers import RowError
 
-HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-TURN = HEAD + "{{ m.content }}<|im_end|>\n{% endfor %}"
-ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n%s{% endif %}"
-CALLS = "{% for c in m.tool_calls or [] %}<think>{{ c.function.name }} %s</think>{% endfor %}"
-
-EMPTY_THOUGHT = TURN + ASK.replace("%s", "<think>\n\n</think>\n\n")
-LEFT_OVER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}</think>{% "
-    "endif %}{{ m.content }}"
-    "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "<think></think>")
-)
-NEXT_HEADER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
-    + ASK.replace("%s", "")
-)
-REWRITTEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last or m.role != "
-    "'tool' else 'gone' }}"
-    "<|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
-)
-TWO_ENDS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|eot_id|><|im_end|>{% endfor "
-    "%}{% if messages[-1].role == 'assistant' or add_generation_prompt %}<|im_start|>assistant\n{% "
-    "endif %}"
-)
-INNER_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}hm<|eot_id|>{% "
-    "endif %}"
-    "{{ m.content }}<|eot_id|><|im_end|>\n{% endfor %}" + ASK.replace("%s", "")
-)
-OTHER_LAST_END = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ '</s>' if loop.last and "
-    "m.role == 'assistant' else '<|im_end|>' }}{% endfor %}" + ASK.replace("%s", "")
-)
-AS_TEXT = (
-    HEAD
-    + "{{ m.content }}"
-    + CALLS.replace("%s", "{{ '' + c.function.arguments }}")
-    + "<|im_end|>\n{% endfor %}"
-)
-AS_REPR = (
-    HEAD
-    + "{{ m.content }}"
-    + CALLS.replace("%s", "{{ c.function.arguments }}")
-    + "<|im_end|>\n{% endfor %}"
-)
+CASES = read_table("chat_templates")
+ASK = """{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TURN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}"""
+BARE = {"function": {"name": "get_time", "arguments": {}}}
 
 
 def chat(*texts):
     return [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(texts)]
+
+
+def messages_of(case):
+    return chat(*case["texts"]) if "texts" in case else json.loads(case["messages"])
 
 
 def encode(tokenizer, messages, **more):
@@ -99,48 +65,12 @@ def check(tokenizer, messages, *answers, end, **more):
     return documents
 
 
-@pytest.mark.parametrize("template", [EMPTY_THOUGHT, LEFT_OVER])
-def test_a_closed_empty_thought_belongs_to_the_prompt(make_tokenizer, template):
-    documents = check(
-        make_tokenizer(template), chat("a", "b", "c", "d"), "b", "d", end="<|im_end|>"
-    )
-    assert len(documents) == 2  # the second prompt's history has no empty thought
-
-
-def test_the_next_header_ends_a_turn(make_tokenizer):
-    (document,) = check(
-        make_tokenizer(NEXT_HEADER), chat("a", "b", "c", "d"), "b", "d", end="<|im_start|>"
-    )
-    assert document.flags[-1] & END  # appended, because nothing follows
-
-
-def test_history_may_be_rewritten(make_tokenizer):
-    messages = [
-        *chat("a", "b"),
-        {"role": "tool", "content": "r"},
-        {"role": "assistant", "content": "d"},
-    ]
-    check(make_tokenizer(REWRITTEN), messages, "b", "d", end="<|im_end|>")
-
-
-@pytest.mark.parametrize(
-    ("template", "answer", "end"),
-    [
-        (TWO_ENDS, "b<|eot_id|>", "<|im_end|>"),
-        (INNER_END, "hm<|eot_id|>b<|eot_id|>", "<|im_end|>"),
-        (OTHER_LAST_END, "b", "</s>"),
-    ],
-)
-def test_of_two_ends(make_tokenizer, template, answer, end):
-    """Training ends with the last end token, but not with the next header that the rendered turn
-    also shows.
-    """
-    check(make_tokenizer(template), chat("a", "b"), answer, end=end)
-
-
-def test_an_added_token_proves_no_end(make_tokenizer):
-    template = CHATML.replace("<|im_end|>\n", "</think><|im_end|>\n")
-    check(make_tokenizer(template), chat("a", "b"), "b</think>", end="<|im_end|>")
+@pytest.mark.parametrize("case", CASES["followed"], ids=lambda case: case["template"][-40:])
+def test_answers_follow_their_prompts(make_tokenizer, case):
+    tokenizer = make_tokenizer(case["template"])
+    documents = check(tokenizer, messages_of(case), *case["answers"], end=case["end"])
+    assert len(documents) == case.get("documents", len(documents))
+    assert all((document.flags & END).any() for document in documents)
 
 
 def test_a_seam_is_seen_however_far_a_token_reaches():
@@ -157,78 +87,38 @@ def test_a_seam_is_seen_however_far_a_token_reaches():
         tokenizer_object=backend, eos_token="</s>", chat_template=CHATML
     )
     for text, num_documents in ((long[-1], 2), (long[-2], 1)):
-        assert (
-            len(check(tokenizer, chat("a", text, "c", "d"), text, "d", end="<|im_end|>"))
-            == num_documents
-        )
+        documents = check(tokenizer, chat("a", text, "c", "d"), text, "d", end="<|im_end|>")
+        assert len(documents) == num_documents
 
 
-@pytest.mark.parametrize("value", [{"a": True}, [{"b": None}], ["x"], {"c": [False]}])
+@pytest.mark.parametrize("value", [{"a": True}, [{"b": None}]])
 def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer, value):
-    each = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}" + (
-        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endif %}"
-    )
-    template = (
-        HEAD
-        + "{{ m.content }}"
-        + CALLS.replace("%s", each)
-        + "<|im_end|>\n{% endfor %}"
-        + ASK.replace("%s", "")
-    )
+    template = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}<think>{{ c.function.name }} \
+{% if c.function.arguments is string %}{{ c.function.arguments }}\
+{% else %}{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endif %}\
+</think>{% endfor %}<|im_end|>
+{% endfor %}"""
     call = {"type": "function", "function": {"name": "f", "arguments": {"k": value}}}
     plain = {"type": "function", "function": {"name": "f", "arguments": {"k": 5}}}
-    tokenizer = make_tokenizer(template)
+    tokenizer = make_tokenizer(template + ASK)
     for one, shown in ((plain, "k=5"), (call, json.dumps({"k": value}))):
         messages = [*chat("hi"), {"role": "assistant", "content": "", "tool_calls": [one]}]
         documents, _ = encode(tokenizer, messages)
         assert f"<think>f {shown}</think>" in tokenizer.decode(documents[0].ids)
 
 
-@pytest.mark.parametrize("template", [AS_TEXT, AS_REPR])
-def test_arguments_are_text_where_the_template_needs_text(make_tokenizer, template):
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
-    messages = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-    template += ASK.replace("%s", "")
-    check(make_tokenizer(template), messages, '<think>f {"x": "y"}</think>', end="<|im_end|>")
-
-
-LOSSES = {
-    "content": (
-        "{{ [m.content, m.reasoning_content, m.tool_calls] if m.role == 'assistant' }}",
-        r"messages\[0\], of the role 'user'",
-    ),
-    "thought": ("{{ m.content }}", r"messages\[1\]\.reasoning_content"),
-    "name": (
-        "{{ m.content }}{{ m.reasoning_content }}",
-        r"messages\[1\]\.tool_calls, a call of 'first'",
-    ),
-    "second call": (
-        "{{ m.content }}{{ m.reasoning_content }}{{ (m.tool_calls or [''])[0] }}",
-        r"messages\[1\]\.tool_calls\[1\], a call of 'second'",
-    ),
-    "argument": (
-        "{{ m.content }}{{ m.reasoning_content }}{% for c in m.tool_calls or [] %}{{ "
-        "c.function.name }}{% endfor %}",
-        r"messages\[1\]\.tool_calls\[0\]\.function\.arguments\['place'\]",
-    ),
-    "tool": ("{{ m.content }}{{ m.reasoning_content }}{{ m.tool_calls }}", r"tools\[0\]\.name"),
-}
-
-
-@pytest.mark.parametrize("what", LOSSES)
-def test_each_part_that_is_dropped_is_named(make_tokenizer, what):
-    shown, text = LOSSES[what]
-    template = (
-        HEAD + "{{ m.role }}" + shown + "<|im_end|>{% endfor %}" + ASK.replace("%s", "assistant")
-    )
+@pytest.mark.parametrize("case", CASES["dropped"], ids=lambda case: case["says"])
+def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
+    template = case["template"]
     names = ("first", "second")
     calls = [{"function": {"name": name, "arguments": {"place": f"of {name}"}}} for name in names]
     answer = {"role": "assistant", "content": "done", "tool_calls": calls}
     answer["reasoning_content"] = "why"
     row = {"messages": [*chat("asked"), answer]}
-    if what == "tool":
+    if "tools" in case["says"]:
         row["tools"] = [{"function": {"name": "tool", "description": "described"}}]
-    with pytest.raises(RowError, match=f"the chat template drops {text}"):
+    with pytest.raises(RowError, match=f"the chat template drops {case['says']}"):
         encode(make_tokenizer(template), **row)
     renderer = ChatRenderer(make_tokenizer(template), warn_of_dropped=True)
     encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
@@ -236,93 +126,36 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer, what):
     assert not isinstance(found, RowError) and sum(encoder.renderer.counts.values()) > 0
 
 
-TOOL_CALL = "{% for c in m.tool_calls or [] %}%s{% endfor %}"
-# gpt-oss's mechanism: a call is a separate turn, and only the last answer of a chat ends with </s>.
-CHANNELS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}"
-    + TOOL_CALL.replace("%s", " to={{ c.function.name }}<s>{{ c.function.arguments | tojson }}")
-    + "<|eot_id|>{% else %}<s>{{ m.content }}{{ '</s>' if loop.last else '<|im_end|>' }}"
-    "{% endif %}{% endfor %}" + ASK.replace("\n%s", "")
-)
-# Qwen3-Coder's mechanism: a call is a mark.
-MARKS = (
-    HEAD
-    + "{{ m.content }}"
-    + TOOL_CALL.replace(
-        "%s", "<function={{ c.function.name }}>{{ c.function.arguments.x }}</function>"
-    )
-    + "<|im_end|>\n{% endfor %}"
-    + ASK.replace("%s", "")
-)
-# Command-R7B's mechanism: an answer ends before its turn.
-ANSWER_END = TURN.replace("<|im_end|>", "<|eot_id|><|im_end|>") + ASK.replace("%s", "")
-# Command-R+'s mechanism: instructions follow every chat, and a call ends only at the next header.
-ROLE = "<|im_start|>{{ '<start_of_turn>' if m.role == 'assistant' else '<end_of_turn>' }}"
-INSTRUCTED = (
-    "{% for m in messages %}"
-    + ROLE
-    + "{{ m.content }}"
-    + TOOL_CALL.replace("%s", "{{ c.function }}\n")
-    + "{{ '' if m.tool_calls else '<|im_end|>' }}{% endfor %}"
-    "<|im_start|><s>Write 'call' to call.<|im_end|>"
-    "{% if add_generation_prompt %}<|im_start|><start_of_turn>{% endif %}"
-)
-# Apertus's mechanism: after a result, a turn continues without a header.
-LOOP = (
-    "{% for m in messages %}{% if m.role == 'tool' %}[{{ m.content }}]{% else %}"
-    "{% if loop.first or loop.previtem.role != 'tool' %}<|im_start|>{{ m.role }}\n{% endif %}"
-    "{{ m.content }}"
-    + TOOL_CALL.replace("%s", "{{ c.function.name }}{{ c.function.arguments | tojson }}<|eot_id|>")
-    + "{{ '' if m.tool_calls else '<|im_end|>' }}{% endif %}{% endfor %}"
-    + ASK.replace("%s", "")
-)
-BARE = {"function": {"name": "get_time", "arguments": {}}}
-CALLING = [*chat("a"), {"role": "assistant", "content": "", "tool_calls": [BARE]}]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "answers", "stops"),
-    [
-        (CHANNELS, CALLING, [" to=get_time<s>{}<|eot_id|>"], "<|eot_id|>"),
-        (CHANNELS, chat("a", "b"), ["<s>b</s>"], "</s>"),
-        (MARKS, CALLING, ["<function=get_time></function><|im_end|>"], "<|im_end|>"),
-        (ANSWER_END, chat("a", "b"), ["b<|eot_id|><|im_end|>"], "<|im_end|>"),
-        (
-            LOOP,
-            [*CALLING, {"role": "tool", "content": "noon"}, *chat("a", "b")[1:]],
-            ["get_time{}<|eot_id|>", "b<|im_end|>"],
-            "<|eot_id|><|im_end|>",
-        ),
-    ],
-)
-def test_an_answer_is_whole_and_ends(make_tokenizer, template, messages, answers, stops):
+@pytest.mark.parametrize("case", CASES["whole"], ids=lambda case: case["stops"])
+def test_an_answer_is_whole_and_ends(make_tokenizer, case):
     """This includes a call without arguments; an equal second row has equal tokens."""
-    tokenizer = make_tokenizer(template)
+    tokenizer = make_tokenizer(case["template"])
     encoder = ExampleEncoder(tokenizer, "messages")
-    first, second = encoder.encode([{"messages": messages}] * 2)
+    first, second = encoder.encode([{"messages": messages_of(case)}] * 2)
     assert not isinstance(first, RowError) and not isinstance(second, RowError)
     found = []
     for (one,), (other,) in zip(first, second, strict=True):
         assert one.ids.tolist() == other.ids.tolist() and one.flags.tolist() == other.flags.tolist()
         ids = one.ids[(one.flags & ANSWER) > 0].tolist()
         found.append(tokenizer.decode(ids))
-    assert "".join(found) == "".join(answers)  # turns may share a document
-    assert encoder.stop_token_ids == set(tokenizer.encode(stops, add_special_tokens=False))
+    assert "".join(found) == "".join(case["answers"])  # turns may share a document
+    assert encoder.stop_token_ids == set(tokenizer.encode(case["stops"], add_special_tokens=False))
 
 
 def test_instructions_behind_a_call_do_not_end_it(make_tokenizer):
-    (document,), _ = encode(make_tokenizer(INSTRUCTED), CALLING)
+    tokenizer = make_tokenizer(CASES["instructed"]["template"])
+    call = {"role": "assistant", "content": "", "tool_calls": [BARE]}
+    (document,), _ = encode(tokenizer, [*chat("a"), call])
     answer = document.ids[(document.flags & ANSWER) > 0].tolist()
-    assert make_tokenizer(INSTRUCTED).decode(answer).endswith("}\n<|im_start|>")
+    assert tokenizer.decode(answer).endswith("}\n<|im_start|>")
 
 
 def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer):
     """Every program that renders a saved template uses these arguments; a row's own arguments take
     precedence.
     """
-    template = TURN + ASK.replace(
-        "%s", "{{ '<think></think>' if thinking is defined and not thinking }}"
-    )
+    thought = "{{ '<think></think>' if thinking is defined and not thinking }}{% endif %}"
+    template = TURN + ASK.replace("{% endif %}", thought)
     off = make_tokenizer(set_arguments(template, {"thinking": False}))
     check(off, chat("a", "b"), "b", end="<|im_end|>")
     assert off.decode(encode_prompt(off, {"messages": chat("a")})).endswith("<think></think>")
@@ -334,7 +167,6 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer):
     "template",
     [
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ 'a' * 99999999999999999 }}",
         "{{ m[0].x|tojson }}",
     ],
 )
@@ -355,16 +187,13 @@ def test_what_is_too_much_for_python_is_an_error_of_its_row(make_tokenizer, temp
 
 
 def test_a_run_has_one_date(make_tokenizer):
-    template = "{{ strftime_now('%d %b %Y') }}" + TURN + ASK.replace("%s", "")
+    template = "{{ strftime_now('%d %b %Y') }}" + TURN + ASK
     renderer = ChatRenderer(make_tokenizer(template), date="2025-02-03")
     encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
     (found,) = encoder.encode([{"messages": chat("a", "b")}])
     assert not isinstance(found, RowError)
-    assert (
-        make_tokenizer(template)
-        .decode(found[0][0].ids.tolist())
-        .startswith("03 Feb 2025<|im_start|>")
-    )
+    text = make_tokenizer(template).decode(found[0][0].ids.tolist())
+    assert text.startswith("03 Feb 2025<|im_start|>")
     # Dates are part of cache keys.
     assert set_date(template, "2025-02-03") != set_date(template, "2025-02-04")
 

@@ -41,12 +41,6 @@ def test_on_its_way_to_cuda_a_batch_learns_where_documents_begin(
     assert moved.with_rows(2) is moved
 
 
-@pytest.mark.parametrize("indices", [[-1], [200], [], [0, 200]])
-def test_batch_refuses_indices_outside(make_dataset, indices):
-    with pytest.raises(IndexError, match=r"not all in \[0, 200\)"):
-        make_dataset(2001).batch(indices)
-
-
 def test_each_epoch_is_another_permutation_of_the_training_sequences(
     make_dataset,
 ):
@@ -68,7 +62,7 @@ def test_order_is_pinned(make_dataset):
 
 @pytest.mark.parametrize(
     ("num_sequences", "num_validation"),
-    [(2, 1), (10, 1), (200, 20), (640, 64), (6400, 64), (6401, 65), (20000, 200)],
+    [(2, 1), (200, 20), (6400, 64), (6401, 65)],
 )
 def test_number_of_held_out_sequences(make_dataset, num_sequences, num_validation):
     dataset = make_dataset(num_sequences + 1, seq_len=1)

@@ -1,14 +1,11 @@
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from files import read_json, write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from tests.saving import save_tokenizer
 from titanlite.base.errors import DataError
@@ -16,13 +13,10 @@ from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data.corpus import Corpus, build_text_corpus
 from titanlite.data.tokenizer import (
-    END_OF_TEXT,
     build_tokenizer,
-    count_ids,
     load_tokenizer,
     train_bpe,
 )
-from titanlite.models.families import families
 
 TEXT = "def foo(x):  return x , 'e\u0301' \u00e9\r\n\t12345 \U0001f600 <|endoftext|> don 't \x00"
 
@@ -42,7 +36,7 @@ def _get_cache_file(data):
     return file
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.text())
 def test_round_trip_loses_nothing(bpe, text):
     assert bpe.decode(bpe.encode(text).ids, skip_special_tokens=False) == text
@@ -50,18 +44,9 @@ def test_round_trip_loses_nothing(bpe, text):
 
 def test_training_does_not_depend_on_document_order(text_folder, bpe):
     files = list(build_text_corpus(text_folder).files)
-    for seed in range(3):
+    for seed in range(2):
         random.Random(seed).shuffle(files)
         assert train_bpe(Corpus(tuple(files)), 320).to_str() == bpe.to_str()
-
-
-def test_a_separator_is_not_trained_on(text_folder, tmp_path, bpe):
-    file = tmp_path / "all.txt"
-    texts = [text for _, text in build_text_corpus(text_folder)]
-    file.write_text(f"{END_OF_TEXT}\n".join(texts))
-    corpus = build_text_corpus(file)
-    assert train_bpe(replace(corpus, separator="found"), 320).to_str() == bpe.to_str()
-    assert train_bpe(corpus, 320).to_str() != bpe.to_str()
 
 
 def test_damaged_cache_is_rebuilt(data, built):
@@ -73,7 +58,7 @@ def test_damaged_cache_is_rebuilt(data, built):
 
 
 @pytest.mark.parametrize(
-    "model_type", [*families(), "gemma3_text", "gpt_neox", "mistral", "phi", "qwen3_5_text"]
+    "model_type", ["llama", "qwen2", "gpt_oss", "gemma3_text", "gpt_neox", "qwen3_5_text"]
 )
 def test_a_bpe_is_trained_in_the_form_that_the_model_s_class_reads(data, tmp_path, model_type):
     """Qwen2's class, for one, takes vocabulary and merges from tokenizer.json, and its own
@@ -122,11 +107,3 @@ def test_code_in_the_folder_is_never_run(built, tmp_path):
     with pytest.raises(DataError, match="contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_ids_with_holes_are_counted_to_the_last_one():
-    vocab = {"a": 0, "b": 7, "<eos>": 40}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(vocab, unk_token="a")), eos_token="<eos>"
-    )
-    assert (len(tokenizer), count_ids(tokenizer)) == (3, 41)

@@ -86,19 +86,9 @@ def test_train_on_all(make_tokenizer):
         ((document,),) = encode(tokenizer, row, train_all=True)
         assert (document.flags & TRAINED).all()
         answers = mark(tokenizer, document, ANSWER)
-        assert answers.endswith("four<|im_end|>]]\n") and ("[[two" in answers) == (
-            template != THINKING
-        )
-    assert (
-        len(
-            encode(
-                make_tokenizer(CHATML),
-                {"messages": [{"role": "user", "content": "hi"}]},
-                train_all=True,
-            )
-        )
-        == 1
-    )
+        assert answers.endswith("four<|im_end|>]]\n")
+        assert ("[[two" in answers) == (template != THINKING)
+    assert len(encode(make_tokenizer(CHATML), say("hi"), train_all=True)) == 1
 
 
 def test_prompt_and_completion(make_tokenizer):
@@ -119,7 +109,7 @@ def test_beginning_of_text_is_added_once(make_tokenizer):
     )
     # the tokenizer adds it by itself
     assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    for prompt in ("one", "<s>one", ""):
+    for prompt in ("<s>one", ""):
         row = {"prompt": prompt, "completion": "two"}
         (text,) = marked(tokenizer, row, "prompt_completion")
         assert text == f"<s>{prompt.removeprefix('<s>')}[[two<|endoftext|>]]"
@@ -157,16 +147,14 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "side"),
     [
-        ("chat", "answer"),
-        (None, "chat"),
-        ("text", "chat"),
-        ("chat", "text"),
+        ({"prompt": say("q")["messages"]}, "answer"),
+        ({}, "chat"),
+        ({"prompt": "q"}, "chat"),
+        ({"prompt": say("q")["messages"]}, "text"),
     ],
 )
 def test_preference_pairs(make_tokenizer, prompt, side):
-    prompts = {"chat": say("q")["messages"], "text": "q"}
-    row = {"chosen": SIDES[side]("good"), "rejected": SIDES[side]("bad")}
-    row |= {"prompt": prompts[prompt]} if prompt else {}
+    row = {**prompt, "chosen": SIDES[side]("good"), "rejected": SIDES[side]("bad")}
     start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     expected = [f"{start}[[good<|im_end|>]]\n", f"{start}[[bad<|im_end|>]]\n"]
     assert marked(make_tokenizer(CHATML), row, "preference") == expected

@@ -27,11 +27,10 @@ def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job):
         build_data(job, 0, 1)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", ROWS["renamed"], ids=lambda case: case["row"][:40])
-def test_columns_have_the_names_that_they_are_given(make_job, case, streaming):
+def test_columns_have_the_names_that_they_are_given(make_job, case):
     row, meant = json.loads(case["row"]), json.loads(case["meant"])
-    shared = {"seq_len": 48, "streaming": streaming}
+    shared = {"seq_len": 48, "streaming": "fields" in case}
     shared["format"] = "preference" if "chosen" in meant else "auto"
     named = {"fields": case["fields"]} if "fields" in case else {"text_field": "content"}
     expected = build_data(make_job([meant] * 8, **shared), 0, 1)[1].micro_batches(0)[0]
@@ -66,26 +65,10 @@ def test_a_question_and_its_answer_are_a_chat(case):
 
 
 def test_other_forms_go_before_questions():
-    assert detect_form({"question": "a", "answer": "b", **CHAT}) == "messages"
-    assert (
-        parse_row({"question": "a", "answer": "c", **CHAT}, "messages")[0]
-        == parse_row(CHAT, "messages")[0]
-    )
+    both = {"question": "a", "answer": "c", **CHAT}
+    assert detect_form(both) == "messages"
+    assert parse_row(both, "messages")[0] == parse_row(CHAT, "messages")[0]
     assert detect_form({"prompt": "a", "response": "b", "completion": "c"}) == "prompt_completion"
-    assert (
-        detect_form({"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"})
-        == "preference"
-    )
+    pair = {"instruction": "a", "chosen": "b", "rejected": "c", "output": "b"}
+    assert detect_form(pair) == "preference"
     assert detect_form({"instruction": "a", "input": "b"}) is None
-
-
-def test_the_system_message_of_a_pair_is_in_its_prompt():
-    chosen, _ = parse_row(
-        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "preference"
-    )
-    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
-    assert chosen == Chat([*asked, ANSWER], answers_from=2)
-    lists = {
-        side: [asked[1], {"role": "assistant", "content": side}] for side in ("chosen", "rejected")
-    }
-    assert parse_row({"system": "s", **lists}, "preference")[0].messages[:2] == asked

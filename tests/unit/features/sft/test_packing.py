@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ def pack_one_by_one(lengths, capacity):
     return sorted(rooms)
 
 
-@given(st.lists(st.integers(1, 24), max_size=80))
+@given(st.lists(st.integers(1, 24), max_size=50))
 def test_every_item_is_in_exactly_one_bin_as_best_fit_says(lengths):
     bins = pack_best_fit(np.array(lengths, dtype=np.int64), 24)
     assert sorted(item for items in bins for item in items.tolist()) == list(range(len(lengths)))
@@ -34,9 +33,3 @@ def test_hundred_thousand_items_are_packed_densely():
     lengths = np.random.default_rng(0).integers(1, 2049, 100_000)
     bins = pack_best_fit(lengths, 2048)
     assert lengths.sum() / (len(bins) * 2048) > 0.99
-
-
-@pytest.mark.parametrize("lengths", [[0], [11], [5, -1]])
-def test_lengths_that_do_not_fit(lengths):
-    with pytest.raises(ValueError, match="do not fit a capacity of 10"):
-        pack_best_fit(np.array(lengths), 10)

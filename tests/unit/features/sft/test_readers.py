@@ -65,12 +65,12 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
-def test_lines_of_json_are_kept_as_they_are(tmp_path, kind):
+def test_lines_of_json_are_kept_as_they_are(tmp_path):
     """Types and keys of one row do not depend on other rows."""
     file = tmp_path / "a.jsonl"
-    write_lines(file, KEPT[kind])
-    assert [row for _, row in read_rows(file)] == KEPT[kind]
+    for kind, rows in KEPT.items():
+        write_lines(file, rows)
+        assert [row for _, row in read_rows(file)] == rows, kind
 
 
 def _write_parquet(file, texts, group):
@@ -186,7 +186,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, ending):
     missing.
     """
     noise = random.Random(0)
-    lines = [json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(400)]
+    lines = [json.dumps({"a": noise.randbytes(500).hex()}).encode() + b"\n" for _ in range(100)]
     whole = COMPRESS[ending](b"".join(lines))
     file = tmp_path / f"a.jsonl{ending}"
     for content in (whole[: len(whole) // 2], whole[:-1], b"of another format"):
@@ -197,7 +197,6 @@ def test_a_damaged_compressed_file_is_named(tmp_path, ending):
 
 
 BAD_FILES = {
-    "utf-16.json": ('[{"text": "a"}]'.encode("utf-16"), "not valid JSON"),
     "later.csv": (b"a,b\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
     "magic.parquet": (b"PAR1 nonsense", "Parquet magic bytes not found"),
 }
@@ -208,8 +207,5 @@ def test_a_damaged_file_is_named(tmp_path, name):
     content, problem = BAD_FILES[name]
     file = tmp_path / name
     file.write_bytes(content)
-    if problem == "not valid JSON":  # as a line
-        assert problem in str(next(read_rows(file))[1])
-        return
     with pytest.raises(DataError, match=rf"^data: cannot read {file}: .*{problem}.* write or copy"):
         list(read_rows(file))

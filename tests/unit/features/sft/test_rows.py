@@ -38,11 +38,9 @@ def test_bad_line_is_named_or_skipped(make_job, case, caplog):
         build_data(job, 0, 1)
     job.data.bad_rows = "skip"
     caplog.set_level("INFO", logger="titanlite")
-    for _ in range(2):  # the second time from the cache
-        caplog.clear()
-        dataset = build_data(job, 0, 1)[1].dataset
-        assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (1, 1)
-        assert "left out: rows skipped (" in caplog.text
+    dataset = build_data(job, 0, 1)[1].dataset
+    assert (dataset.num_train_sequences, dataset.num_validation_sequences) == (1, 1)
+    assert "left out: rows skipped (" in caplog.text
 
 
 @pytest.mark.parametrize("case", ROWS["bad_chats"], ids=lambda case: case["says"])
@@ -55,12 +53,8 @@ def test_bad_chat_is_named(make_job, case):
 def test_all_bad_rows_of_a_batch_are_named_at_once(make_job):
     with pytest.raises(DataError) as caught:
         build_data(make_job([GOOD, {"prompt": "a"}, GOOD, {"completion": "b"}]), 0, 1)
-    lines = str(caught.value).splitlines()
-    assert (
-        lines[0] == "data: 2 problems:"
-        and "row 2: no field 'completion'" in lines[1]
-        and "row 4: " in lines[2]
-    )
+    _, first, second = str(caught.value).splitlines()
+    assert "row 2: no field 'completion'" in first and "row 4: " in second
 
 
 def test_without_tokenizer_or_template(make_job, tmp_path):

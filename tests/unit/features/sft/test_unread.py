@@ -8,14 +8,12 @@ import pytest
 from files import read_table
 
 from titanlite.assemble import build_data
-from titanlite.base.errors import DataError
 from titanlite.features.sft.forms import WEIGHTS, Plain, detect_form, parse_row
 from titanlite.features.sft.readers import RowError
 
 ROWS = read_table("rows")
 USER = {"role": "user", "content": "a"}
 ANSWER = {"role": "assistant", "content": "b"}
-CHAT = {"messages": [USER, ANSWER]}
 
 
 def parse(row):
@@ -35,11 +33,10 @@ def test_what_changes_nothing_is_accepted():
         assert parse(json.loads(case["row"])), case
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_flags_of_messages_are_weights(name):
-    (chat,) = parse({"messages": [USER, ANSWER | {name: 0}, USER, ANSWER | {name: 1}]})
-    assert chat.untrained == {1}
-    assert chat.messages == [USER, ANSWER, USER, ANSWER]
+def test_flags_of_messages_are_weights():
+    for name in WEIGHTS:
+        (chat,) = parse({"messages": [USER, ANSWER | {name: 0}, USER, ANSWER | {name: 1}]})
+        assert chat.untrained == {1} and chat.messages == [USER, ANSWER, USER, ANSWER]
 
 
 def test_flags_of_pairs_are_weights():
@@ -74,11 +71,10 @@ def test_older_calls_of_functions_are_tool_calls():
     assert chat.tools == [{"type": "function", "function": function}]
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_lists_of_messages_may_be_json_text(indent):
+def test_lists_of_messages_may_be_json_text():
     for case in ROWS["lists"]:
         row = json.loads(case["row"])
-        as_text = {name: json.dumps(value, indent=indent) for name, value in row.items()}
+        as_text = {name: json.dumps(value, indent=2) for name, value in row.items()}
         assert parse(as_text) == parse(row), case
 
 
@@ -98,14 +94,9 @@ def test_what_is_not_read_is_one_line_with_counts(make_job, caplog, streaming):
     assert "not read: source (8), messages[].id (8), messages[].score (8)" in caplog.text
 
 
-def test_refused_columns_are_one_line_for_all_rows(make_job):
-    with pytest.raises(DataError, match=r"rows\.jsonl, (line|row) 1 and 7 more: field 'kto_tag'"):
-        build_data(make_job([CHAT | {"kto_tag": True}] * 8), 0, 1)
-
-
-@pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize(
-    "text", ["what is<|endoftext|>", "what is<|endoftext|>\n", "<s>what is<|endoftext|>"]
+    ("text", "streaming"),
+    [("what is<|endoftext|>\n", False), ("<s>what is<|endoftext|>", True)],
 )
 def test_a_text_may_spell_its_begin_and_end(make_job, text, streaming):
     shared = {"seq_len": 48, "streaming": streaming, "format": "text"}
@@ -115,9 +106,3 @@ def test_a_text_may_spell_its_begin_and_end(make_job, text, streaming):
     document = [*begin, *tokenizer("what is")["input_ids"], tokenizer.eos_token_id]
     assert batch.tokens[0, : len(document)].tolist() == document
     assert batch.document_ids[0, len(document)] == 1
-
-
-def test_special_tokens_inside_a_text_are_counted(make_job, caplog):
-    rows = [{"text": f"what{token} is<|endoftext|>"} for token in ("", "<s>", "<|endoftext|>")]
-    build_data(make_job(rows * 4, None, seq_len=48), 0, 1)
-    assert "8 texts that contain special tokens: they are trained as plain text" in caplog.text

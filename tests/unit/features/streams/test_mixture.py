@@ -52,33 +52,21 @@ def kinds(samples):
 def test_shares_hold_in_every_period():
     dataset = make_mixture([1, 2, 5])
     assert [source.share for source in dataset.sources] == [1 / 8, 2 / 8, 5 / 8]
-    for period in (0, 3):
-        counts = Counter(kinds(ids(dataset, period * PERIOD, (period + 1) * PERIOD)))
-        assert counts == {1: PERIOD // 8, 2: PERIOD // 4, 3: PERIOD * 5 // 8}
+    counts = Counter(kinds(ids(dataset, 3 * PERIOD, 4 * PERIOD)))
+    assert counts == {1: PERIOD // 8, 2: PERIOD // 4, 3: PERIOD * 5 // 8}
     # If weights do not divide a period, the quotas are as near as possible.
     assert make_mixture([4, 2, 1]).order.quotas.tolist() == [9362, 4681, 2341]
-    # Every part of a period has nearly the same shares, like a random order.
-    counts = Counter(kinds(ids(dataset, 1000, 3000)))
-    assert all(
-        abs(counts[kind] / 2000 - share) < 0.05
-        for kind, share in ((1, 1 / 8), (2, 2 / 8), (3, 5 / 8))
-    )
 
 
 def test_each_source_goes_through_its_own_epochs():
     """The samples of a source, and their order, do not depend on the other sources."""
     dataset = make_mixture([1, 2, 5])
-    found = ids(dataset, 0, 2 * PERIOD + 50)
+    found = ids(dataset, 0, PERIOD + 50)
     for kind, (name, _, part) in enumerate(dataset.sources, start=1):
         own = [token for token in found if token // 1000 == kind]
-        alone = (
-            part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own)))
-            .tokens[:, 0]
-            .tolist()
-        )
-        assert own == alone
+        assert own == ids(part, 0, len(own), get_source_seed(5, name))
         size = part.num_train_sequences
-        assert size is not None and len(own) > 10 * size
+        assert size is not None and len(own) > 3 * size
         for epoch in range(3):
             assert len(set(own[epoch * size : (epoch + 1) * size])) == size
 
@@ -95,18 +83,16 @@ def test_without_weights_an_epoch_has_every_sequence_once():
 
 @pytest.mark.parametrize("weights", [None, [3.0, 2.0, 1.0]])
 def test_a_sample_does_not_depend_on_what_was_asked_before(weights):
-    whole = ids(make_mixture(weights), 0, 40_000)
+    first = PERIOD - 1000
+    whole = ids(make_mixture(weights), first, PERIOD + 1000)
     dataset = make_mixture(weights)
     for start, stop in (
-        (39_990, 40_000),
+        (PERIOD + 990, PERIOD + 1000),
         (PERIOD - 3, PERIOD + 3),
-        (290, 300),
-        (0, 7),
-        (12_345, 12_346),
-        (5, 39_000),
+        (first, first + 7),
     ):
-        assert ids(dataset, start, stop) == whole[start:stop]
-    assert ids(dataset, 0, 100, seed=6) != whole[:100]
+        assert ids(dataset, start, stop) == whole[start - first : stop - first]
+    assert ids(dataset, first, first + 100, seed=6) != whole[:100]
 
 
 def test_the_order_is_pinned():
@@ -123,12 +109,7 @@ def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch):
     epochs = [whole[i * total : (i + 1) * total] for i in range(3)]
     assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == total
     assert len({tuple(kinds(epoch)) for epoch in epochs}) == 3
-    for stop in range(0, total, 16):  # spread evenly, and in another order in each piece
-        counts = Counter(kinds(epochs[0][:stop]))
-        assert all(
-            abs(counts[kind] - stop * q / total) <= 1.5 for kind, q in ((1, 90), (2, 180), (3, 27))
-        )
-    for start, stop in ((0, 1), (15, 17), (100, 250), (290, 300), (880, 891)):
+    for start, stop in ((15, 17), (100, 250), (290, 300)):
         assert ids(dataset, start, stop) == whole[start:stop]
         own = Counter(kinds(whole[:stop]))
         assert dataset.get_taken(5, stop) == {"a": own[1], "b": own[2], "c": own[3]}
@@ -144,7 +125,7 @@ def make_loader(dataset, dp_rank=0, dp_degree=1):
 
 def test_validation_takes_each_source_by_itself():
     dataset = make_mixture([1, 2, 5])
-    for num_ranks in (1, 2, 4):
+    for num_ranks in (1, 4):
         sets = [
             make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)
         ]
@@ -180,12 +161,7 @@ def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
     tokens = [token for step in seen for token in step]
     for kind, (name, _, part) in enumerate(get_sources(after.dataset), start=1):
         own = [token for token in tokens if token // 1000 == kind]
-        alone = (
-            part.batch(part.get_train_indices(get_source_seed(5, name), 0, len(own)))
-            .tokens[:, 0]
-            .tolist()
-        )
-        assert own == alone and len(own) > 15
+        assert own == ids(part, 0, len(own), get_source_seed(5, name)) and len(own) > 15
     # A second resume with the same mixture has the same order and the same offsets.
     again = make_loader(make_mixture(weights))
     again.start_from(40, 160, taken=after.get_taken(40))
@@ -198,8 +174,7 @@ def test_a_source_that_is_new_begins_with_its_first_sequence():
     dataset.resume_at(5, 600, {"a": 123, "gone": 45})
     assert dataset.get_taken(5, 600) == {"a": 123, "b": 0, "c": 0}
     first = next(token for token in ids(dataset, 600, 700) if token // 1000 == 2)
-    part = dataset.parts[1]
-    assert first == part.batch(part.get_train_indices(get_source_seed(5, "b"), 0, 1)).tokens[0, 0]
+    assert [first] == ids(dataset.parts[1], 0, 1, get_source_seed(5, "b"))
 
 
 # --- from a configuration
@@ -229,8 +204,7 @@ def get_rows(loader, start, stop):
     return [get_shown_documents(loader.dataset, index)[0].place for index in indices]
 
 
-def test_examples(make_sources, tmp_path, caplog):
-    caplog.set_level("INFO", logger="titanlite")
+def test_examples(make_sources, tmp_path):
     tokenizer, loader = build_data(make_sources(), 0, 1)
     places = get_rows(loader, 0, 400)
     assert all(
@@ -245,10 +219,6 @@ def test_examples(make_sources, tmp_path, caplog):
         "a": 4,
         "b": 8,
     }
-    assert (
-        "data.sources.a: 36 examples to train on" in caplog.text
-        and "data: 75.00% a, 25.00% b" in caplog.text
-    )
 
 
 def test_a_mistake_names_the_source(make_sources, tmp_path):
