@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.func import functional_call
 
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.commit import commit_folder
@@ -62,10 +63,7 @@ def one_rank(run_ranks):
     return lambda function: run_ranks(1, function)[0]
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "qwen3_moe", "dots1", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text"],
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text"])
 def test_only_adapters_are_trained(tiny, family):
     config = tiny.config(family)
     model, _ = build(config)
@@ -86,9 +84,8 @@ def test_only_adapters_are_trained(tiny, family):
     assert leaves == expected | ({"experts"} if config.num_experts else set())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "dots1"])
-def test_training_begins_at_the_base_model_and_disabled_adapters_are_it_bit_for_bit(tiny, family):
-    config = tiny.config(family)
+def test_training_begins_at_the_base_model_and_disabled_adapters_are_it_bit_for_bit(tiny):
+    config = tiny.config("qwen3_moe")
     base = tiny.ours(config)
     tokens = tokens_of(config)
     fresh, _ = build(config, base=base, spread=0.0)
@@ -115,30 +112,20 @@ def test_gradients_of_expert_adapters(tiny):
     offsets = torch.tensor([1, 3, 3, 4, 5, 6, 7, 8], dtype=torch.int32)
     x = torch.randn(4, config.hidden_size, dtype=torch.float64)
     weight = torch.rand(8, dtype=torch.float64)
-    token = torch.arange(8) // 2
-    order = rows.argsort()
+    routed = x, weight, (torch.arange(8) // 2)[rows.argsort()], rows.view(4, 2), offsets
     names = ["gate_up_lora_A", "gate_up_lora_B", "down_lora_A", "down_lora_B"]
     adapters = [getattr(experts, name) for name in names]
-    out = experts(x, weight, token[order], rows.view(4, 2), offsets)
+    gate_up_A, gate_up_B, down_A, down_B = adapters
+    merged = {
+        "gate_up_proj": experts.gate_up_proj + experts.scaling * gate_up_B @ gate_up_A,
+        "down_proj": experts.down_proj + experts.scaling * down_B @ down_A,
+    }
+    plain = tiny.ours(config).model.layers[0].mlp.experts.double()
+    out, expected = experts(*routed), functional_call(plain, merged, routed)
     upstream = torch.randn(out.shape, dtype=torch.float64)
-    got = torch.autograd.grad(out, adapters, upstream)
-
-    gate_up = (
-        experts.gate_up_proj + experts.scaling * experts.gate_up_lora_B @ experts.gate_up_lora_A
-    )
-    down = experts.down_proj + experts.scaling * experts.down_lora_B @ experts.down_lora_A
-    expected_out = torch.zeros_like(x)
-    for row in range(8):
-        expert = int((offsets <= row).sum())
-        gate, up = (gate_up[expert] @ x[token[order][row]]).chunk(2)
-        result = down[expert] @ (torch.nn.functional.silu(gate) * up) * weight[row]
-        expected_out = expected_out.index_add(0, token[order][row : row + 1], result[None])
-    torch.testing.assert_close(out, expected_out)
-    for name, a, b in zip(
-        names, got, torch.autograd.grad(expected_out, adapters, upstream), strict=True
-    ):
-        torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{n}: {m}")
-        assert a[2].abs().max() == 0
+    found, wanted = (torch.autograd.grad(y, adapters, upstream) for y in (out, expected))
+    torch.testing.assert_close([out, *found], [expected, *wanted])
+    assert not any(grad[2].any() for grad in found)
 
 
 def test_kernels_give_the_same_loss_and_gradients(tiny):
@@ -173,17 +160,12 @@ def test_dropout_acts_in_training_only(tiny):
 
 
 PEFT = [
-    ("qwen3", "", False),
-    ("llama", "q_proj, v_proj", True),
-    ("qwen3", "layers.1.*", False),
+    ("llama", "q_proj, layers.1.*", True),
     ("qwen3_moe", "", False),
-    ("qwen3_moe", "experts", True),
-    ("qwen3_moe", "experts.down_proj, o_proj", False),
-    ("qwen3_moe", "gate_up_proj", False),
+    ("qwen3_moe", "experts.down_proj, o_proj", True),
     ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False),
     ("qwen3_next", "", False),
-    ("qwen3_5_text", "", False),
-    ("qwen3_5_moe_text", "in_proj_qkv, experts", True),
+    ("qwen3_5_moe_text", "in_proj_qkv, gate_up_proj", True),
 ]
 
 

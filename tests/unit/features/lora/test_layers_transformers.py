@@ -45,13 +45,10 @@ def load(folder, section, hf, *sources):
 
 
 CASES = [
-    ("llama", "", False),
     ("gemma3_text", "q_proj, mlp.*", True),
     ("phi3", "", False),
-    ("mixtral", "", False),
     ("mixtral", "experts.down_proj, v_proj", True),
     ("gpt_oss", "", False),
-    ("gpt_oss", "layers.1.mlp.experts", False),
     ("deepseek_v3", "", False),
     ("qwen2_5_vl", "", False),
 ]
@@ -113,30 +110,19 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, t
     )
     assert {key: value for key, value in info.items() if value} == {}
     with torch.no_grad():
-        assert (
-            merged.eval()(tokens, use_cache=False).logits - expected
-        ).norm() <= BOUND * expected.norm()
-    if not targets and name in ("mixtral", "gpt_oss", "deepseek_v3"):
+        logits = merged.eval()(tokens, use_cache=False).logits
+        assert (logits - expected).norm() <= BOUND * expected.norm()
+    if name in ("gpt_oss", "deepseek_v3"):
         assert "experts" in trained
 
 
-@pytest.mark.parametrize(
-    ("name", "targets", "words"),
-    [
-        ("llama", "lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
-        (
-            "mixtral",
-            "w1",
-            "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, "
-            "gate_up_proj, down",
-        ),
-    ],
-)
-def test_targets_that_name_nothing(tmp_path, name, targets, words):
-    model = build_transformers(
-        transformers_config(save_tiny(name, tmp_path).config.to_dict(), "test")
-    )
-    with pytest.raises(ConfigError) as error:
-        apply_lora(model, LoRASection(rank=RANK, targets=targets), torch.float32)
-    assert words in str(error.value)
-    assert adapted_modules(model) == {}
+def test_targets_that_name_nothing(tmp_path):
+    hf = save_tiny("mixtral", tmp_path).config.to_dict()
+    model = build_transformers(transformers_config(hf, "test"))
+    for targets, words in (
+        ("lm_head", "'lm_head' matches lm_head, which cannot have an adapter"),
+        ("w1", "'w1' matches no layer. Layers that can: q_proj, k_proj, v_proj, o_proj, gate"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            apply_lora(model, LoRASection(rank=RANK, targets=targets), torch.float32)
+        assert adapted_modules(model) == {}

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from files import read_json, write_json
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -25,11 +23,9 @@ from titanlite.models.families import families
 SECTION = LoRASection(rank=4, alpha=12.0)
 CASES = [
     ("qwen3", "q_proj, layers.1.*", True, torch.bfloat16),
-    ("qwen3_moe", "", False, torch.bfloat16),
     ("qwen3_moe", "layers.0.mlp.experts.gate_up_proj", True, torch.float32),
     ("dots1", "", False, torch.float32),
     ("qwen3_next", "in_proj_qkvz, experts", False, torch.float32),
-    ("qwen3_5_text", "", False, torch.float32),
     ("qwen3_5_moe_text", "", True, torch.bfloat16),
 ]
 
@@ -80,8 +76,6 @@ def expected_weights(model, base_dtype, as_stored):
 
 
 @pytest.mark.parametrize(("family", "targets", "rslora", "dtype"), CASES)
-# peft asks for it
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_merged_model(tmp_path, run_ranks, monkeypatch, tiny, family, targets, rslora, dtype):
     # every weight in several parts
     monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)
@@ -104,14 +98,6 @@ def test_merged_model(tmp_path, run_ranks, monkeypatch, tiny, family, targets, r
             assert not torch.equal(weight, base[key]), key
         elif key in base:
             assert torch.equal(weight, base[key]), key
-    if dtype == torch.float32:
-        tokens = torch.arange(20).view(2, 10)
-        expected = model(tokens)
-        # Float32 (6e-8) through 3 layers in another order of operations.
-        assert (merged(tokens, use_cache=False).logits - expected).norm() <= 1e-5 * expected.norm()
-        theirs = PeftModel.from_pretrained(unmerged, tmp_path / "adapter").merge_and_unload()
-        for key, weight in theirs.named_parameters():
-            torch.testing.assert_close(weights[key], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
@@ -137,8 +123,3 @@ def test_what_does_not_fit_is_one_error(tmp_path, run_ranks, capsys):
     ):
         assert words in text
     assert not (tmp_path / "out").exists()
-
-    table = read_json(adapter / "adapter_config.json")
-    write_json(adapter / "adapter_config.json", table | {"use_dora": True})
-    assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
-    assert "use_dora = True is not plain LoRA" in capsys.readouterr().err
