@@ -1,8 +1,12 @@
 """Fixtures for unit tests of several folders."""
 
+import io
+import logging
 import resource
 
 import pytest
+
+from titanlite.base.log import logger
 
 
 @pytest.fixture
@@ -19,3 +23,16 @@ def full_disk():
 
     yield limit
     limit(None)
+
+
+@pytest.fixture
+def console():
+    """Collect the package's log lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.setLevel(level)
+    logger.removeHandler(handler)

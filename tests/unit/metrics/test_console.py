@@ -4,7 +4,6 @@ import sys
 
 from rich.console import Console
 
-from titanlite.base.log import _OutputHandler, logger
 from titanlite.metrics.console import ProgressBar, format_line
 
 VALUES = {
@@ -23,20 +22,6 @@ def test_line_of_an_moe_model():
     assert format_line(50, 300, VALUES, LAYERS) == (
         "step    50/300  loss  4.8123  grad norm  0.91  lr 1.0e-03     12,345 tok/s  4.1 TFLOP/s  "
         "host mem 0.61 GiB  expert load max/mean 1.42"
-    )
-
-
-def test_line_leaves_out_what_is_unknown_and_shows_mfu_when_known():
-    assert "expert" not in format_line(1, 10, VALUES)
-    assert "MFU" not in format_line(1, 10, VALUES)
-    assert "MFU 41.2%" in format_line(1, 10, {**VALUES, "throughput/mfu": 0.412})
-
-
-def test_line_shows_padding_where_there_is_much_of_it():
-    full = format_line(1, 10, VALUES)
-    assert format_line(1, 10, {**VALUES, "data/padding": 0.099}) == full
-    assert "4.1 TFLOP/s  padding 63%  host mem" in format_line(
-        1, 10, {**VALUES, "data/padding": 0.634}
     )
 
 
@@ -61,27 +46,6 @@ def test_bar_begins_at_the_resumed_step_and_shows_the_latest_values():
     assert re.fullmatch(
         r"step 45/300 \| epoch 0.56  loss 4.8123  12,345 tok/s 0:00:0\d 0:00:0\d", lines[2]
     ), lines[2]
-
-
-def test_lines_above_the_bar_are_not_wrapped(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
-    handler = _OutputHandler()
-    logger.addHandler(handler)
-    long = f"a line of the log {'and more of it ' * 20}"
-    terminal = Console(
-        file=stream, force_terminal=True, width=60, color_system=None, soft_wrap=True
-    )
-    try:
-        with ProgressBar(300, console=terminal) as bar:
-            bar.show(49)
-            logger.warning(long)
-        assert sys.stdout is stream
-        logger.warning("after the bar")
-    finally:
-        logger.removeHandler(handler)
-    text = stream.getvalue().replace("\r", "\n").splitlines()
-    assert any(line.endswith(long) for line in text) and text[-1].endswith("after the bar")
 
 
 def test_text_above_the_bar_is_spelled_out_too():

@@ -5,7 +5,7 @@ import torch
 from tiny_transformers import save_tiny_llava
 
 from titanlite.assemble import build_model
-from titanlite.config.model import ModelConfig, ModelSection
+from titanlite.config.model import ModelSection
 from titanlite.config.schema import LoRASection, OptimizerSection
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.lora.layers import apply_lora
@@ -13,45 +13,11 @@ from titanlite.materialize import materialize
 from titanlite.metrics.flops import peak_flops, train_flops_per_token
 from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, resolve_model_config
-from titanlite.models.moe import is_routed
 from titanlite.optim.optimizer import freeze_parameters
-
-TINY_DENSE = ModelConfig(
-    vocab_size=10,
-    hidden_size=4,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
-    intermediate_size=8,
-    qk_norm=False,
-    tie_word_embeddings=True,
-)
-
-
-def num_parameters(config):
-    """All parameters, and those that are active for one token."""
-    sizes = {name: param.numel() for name, param in build_decoder(config).named_parameters()}
-    total, routed = (
-        sum(sizes.values()),
-        sum(size for name, size in sizes.items() if is_routed(name)),
-    )
-    return total, total - (
-        routed * (config.num_experts - config.top_k) // config.num_experts if routed else 0
-    )
 
 
 def flops_of_config(config, seq_len):
     return train_flops_per_token(build_decoder(config), seq_len)
-
-
-def test_train_flops_per_token_by_hand():
-    # tied: the one matrix is the output projection, so it multiplies
-    matrices = num_parameters(TINY_DENSE)[0]
-    assert flops_of_config(TINY_DENSE, 32) == 6 * matrices + 6 * 2 * 2 * 2 * 32
-    # Untying adds a table that is only looked up: no FLOPs.
-    untied = replace(TINY_DENSE, tie_word_embeddings=False)
-    assert flops_of_config(untied, 32) == flops_of_config(TINY_DENSE, 32)
 
 
 SEQ_LEN = 16
@@ -78,7 +44,6 @@ def recorded_flops(config, freeze):
 @pytest.mark.parametrize(
     ("config", "freeze", "unreached_layers"),
     [
-        (DENSE, "model.embed_tokens*", 0),  # only looked up
         (DENSE, "model.embed_tokens*, model.layers.0.*, model.layers.1.*", 2),
         (TIED, "model.embed_tokens*, model.layers.0.*", 1),
         (MOE, "*.experts.*", 0),
@@ -102,7 +67,7 @@ def test_what_frozen_parameters_save_is_what_backward_leaves_out(config, freeze,
     assert saved == recorded
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": 0}, {"v_head_dim": 30}])
+@pytest.mark.parametrize("changes", [{"q_lora_rank": 0}, {"v_head_dim": 30}])
 def test_flops_of_latent_attention(changes):
     """The recorder's, but for norms, which count as matrices; on the CPU no causal kernel takes
     such heads.
@@ -124,7 +89,7 @@ def flops_of(section, freeze):
     return train_flops_per_token(model, SEQ_LEN)
 
 
-@pytest.mark.parametrize("window", [1, 16, 512, 4000])
+@pytest.mark.parametrize("window", [1, 16, 512])
 def test_flops_of_a_window_are_those_of_the_pairs_in_it(window):
     """Two products of 2 FLOPs for each pair and width; half a token per query apart, as without."""
     config = replace(families()["ministral"].presets["debug"], sliding_window=window)
@@ -156,7 +121,8 @@ def test_a_frozen_vision_tower_has_no_backward(tmp_path):
 
 def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
     config = DENSE
-    matrices = num_parameters(config)[0] - config.vocab_size * config.hidden_size
+    total = sum(param.numel() for param in build_decoder(config).parameters())
+    matrices = total - config.vocab_size * config.hidden_size
     layer = (
         matrices - config.vocab_size * config.hidden_size - config.hidden_size
     ) // config.num_layers
@@ -172,25 +138,15 @@ def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
 
 
 @pytest.mark.parametrize(
-    ("name", "tflops"),
+    ("name", "dtype", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA GB200", 2500),
-        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("Some Future GPU", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", torch.float32, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
     ],
 )
-def test_peak_flops_of_known_gpus(name, tflops):
-    assert peak_flops(name, torch.bfloat16) == tflops * 1e12
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("Some Future GPU", torch.bfloat16),
-        ("NVIDIA H100 80GB HBM3", torch.float32),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16),
-    ],
-)
-def test_peak_flops_is_none_rather_than_wrong(name, dtype):
-    assert peak_flops(name, dtype) is None
+def test_peak_flops_is_none_rather_than_wrong(name, dtype, tflops):
+    assert peak_flops(name, dtype) == (tflops and tflops * 1e12)

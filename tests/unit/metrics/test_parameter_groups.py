@@ -61,7 +61,7 @@ def test_frozen_parameters_are_in_none_and_adapters_in_their_own():
     assert set(group_parameters(model)) == {"lora"}
 
 
-@pytest.mark.parametrize("family", sorted(families()))
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_text"])
 def test_groups_part_the_trained_parameters(family):
     model = build(family)
     grouped = [param for params in group_parameters(model).values() for param in params]

@@ -14,8 +14,7 @@ def test_the_largest_value_and_its_step():
         find_largest([], last_step=1)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 1, 3])
+@pytest.mark.parametrize(("bad", "place"), [(math.nan, 0), (math.inf, 1), (-math.inf, 3)])
 def test_a_value_that_is_not_finite_is_the_largest_wherever_it_stands(bad, place):
     values = [9.0, 9.0, 9.0, 9.0]
     values[place] = bad

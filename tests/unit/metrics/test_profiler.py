@@ -51,15 +51,12 @@ def test_traces_are_named_by_the_step_of_the_run(tmp_path):
     assert [num_products(path) for path in traces(tmp_path).values()] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("freq", "last"), [(1, 2), (3, 5)])
-def test_what_follows_the_last_step_is_no_trace(tmp_path, freq, last):
-    """The profiler has begun to record a step by then: with freq 1 it would replace the trace of
-    the last one.
+def test_what_follows_the_last_step_is_no_trace(tmp_path):
+    """The profiler has begun to record a step by then, and would replace the trace of the last
+    one.
     """
-    train(tmp_path, freq, 1, last)
-    assert {step: num_products(path) for step, path in traces(tmp_path).items()} == dict.fromkeys(
-        range(freq, last + 1, freq), 1
-    )
+    train(tmp_path, 1, 1, 2)
+    assert {step: num_products(path) for step, path in traces(tmp_path).items()} == {1: 1, 2: 1}
 
 
 def test_a_step_that_fails_leaves_no_trace(tmp_path):

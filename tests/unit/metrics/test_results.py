@@ -1,9 +1,6 @@
 """Results: what is best, when patience ends, and what survives a resume."""
 
-import json
 import math
-
-import pytest
 
 from titanlite.config.schema import ValidationSection
 from titanlite.metrics.point import Results
@@ -19,13 +16,16 @@ def make(saved=None, *, patience=0, min_delta=0.0, save_best="none"):
 def test_lower_losses_and_higher_scores_are_better():
     results = make(save_best="validation")
     assert [
-        results.add_validation(i + 1, loss) for i, loss in enumerate([3.0, 2.5, 2.5, 2.7, 2.4])
-    ] == [*(True, True, False, False, True)]
+        results.add_validation(i + 1, loss) for i, loss in enumerate([3.0, 2.5, 2.5, math.nan, 2.4])
+    ] == [True, True, False, False, True]
     assert (results.validation.best, results.validation.best_step) == (2.4, 5)
     assert not results.add_evaluation(5, "exact_match", 1.0), "save_best asks for the loss"
     results = make(save_best="evaluation")
     assert [results.add_evaluation(i + 1, "f", s) for i, s in enumerate([0.1, 0.1, 0.3, 0.2])] == [
-        *(True, False, True, False)
+        True,
+        False,
+        True,
+        False,
     ]
     assert not results.add_validation(9, 0.1)
 
@@ -34,14 +34,7 @@ def test_what_was_found_before_training_is_first_but_never_best():
     results = make(save_best="evaluation")
     assert not results.add_evaluation(0, "f", 0.9), "there is no checkpoint of step 0"
     assert results.add_evaluation(5, "f", 0.1)
-    series = results.evaluation
-    assert (series.first, series.last, series.last_step, series.best, series.best_step) == (
-        0.9,
-        0.1,
-        5,
-        0.1,
-        5,
-    )
+    assert (results.evaluation.first, results.evaluation.best) == (0.9, 0.1)
 
 
 def test_patience():
@@ -62,39 +55,3 @@ def test_min_delta_counts_against_the_last_improvement_and_not_the_last_loss():
     for step, loss in enumerate([1.8, 1.78, 1.76], start=5):
         results.add_validation(step, loss)
     assert results.out_of_patience
-    assert results.describe() == (
-        "the validation loss was best (1.7600) at step 7, but in 3 validations it was never 0.1 "
-        "(validation.early_stopping_min_delta) below 1.8500"
-    )
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_what_is_no_number_is_no_improvement(loss):
-    results = make(patience=2, save_best="validation")
-    results.add_validation(1, 2.0)
-    assert not results.add_validation(2, loss)
-    assert (results.validation.best, results.validation.stale) == (2.0, 1)
-
-
-def test_state_goes_through_json_and_on():
-    results = make(patience=3, save_best="validation")
-    for step, loss in enumerate([2.0, 1.5, 1.6], start=1):
-        results.add_validation(step, loss)
-    resumed = make(json.loads(json.dumps(results.state())), patience=3, save_best="validation")
-    assert resumed.state() == results.state() and "evaluation" not in results.state()
-    for run in (results, resumed):
-        assert not run.add_validation(4, 1.7)
-        assert not run.out_of_patience
-        assert not run.add_validation(5, 1.55)
-        assert run.out_of_patience
-
-
-def test_another_scorer_starts_anew():
-    results = make(save_best="evaluation")
-    results.add_evaluation(1, "exact_match", 0.9)
-    assert results.add_evaluation(2, "bleu", 0.1)
-    assert (results.evaluation.name, results.evaluation.first, results.evaluation.best_step) == (
-        "bleu",
-        0.1,
-        2,
-    )
