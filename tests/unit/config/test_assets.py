@@ -3,7 +3,6 @@ offline too.
 """
 
 import json
-import time
 from pathlib import Path
 
 import huggingface_hub
@@ -101,8 +100,6 @@ def test_folder_passes_through(tmp_path, asked, monkeypatch):
     [
         "../a/b",
         "a/b/c",
-        "a",
-        "/a/b@main",
         "a/b@",
     ],
 )
@@ -120,7 +117,6 @@ def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
     [
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", None),
         ("a/b@refs/pr/7", "a/b", "refs/pr/7"),
-        (f"a/b@{COMMIT}", "a/b", COMMIT),
     ],
 )
 def test_repository_and_revision(name, repository, revision, asked):
@@ -134,21 +130,11 @@ def test_repository_and_revision(name, repository, revision, asked):
 def test_weights_only_where_wanted_and_never_pickle_files(asked, weights):
     with pytest.raises(ConfigError):
         local_folder(KEY, "a/b", weights=weights)
-    names = [
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "model.pth",
-        "run.py",
-    ]
+    names = ["config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "run.py"]
     for _, options in asked:
-        wanted = list(
-            huggingface_hub.utils.filter_repo_objects(
-                names, allow_patterns=options["allow_patterns"]
-            )
-        )
-        assert wanted == names[: 3 if weights else 2]
+        patterns = options["allow_patterns"]
+        wanted = huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns)
+        assert list(wanted) == names[: 3 if weights else 2]
 
 
 def test_cached_description_without_weights_is_completed(tmp_path, monkeypatch):
@@ -180,20 +166,10 @@ def test_revision_in_the_cache(cache):
 
 
 def test_neither_cached_nor_online(cache):
-    start = time.perf_counter()
-    with pytest.raises(ConfigError) as error:
-        local_folder("checkpoint.initial_load_path", "owner/model", weights=True)
-    assert time.perf_counter() - start < 5
-    text = str(error.value)
-    assert text.startswith(
-        "checkpoint.initial_load_path: 'owner/model' is no folder here, not in the cache of the "
-        "Hugging Face hub, and cannot be downloaded: "
-    )
-    assert (
-        ". Correct the name, give a local folder, or set HF_HOME to a cache that has it; for a "
-        in text
-    )
-    assert "\n" not in text
+    with pytest.raises(
+        ConfigError, match=rf"^{KEY}: 'owner/model' is no folder here, .*Correct the name, give a"
+    ):
+        local_folder(KEY, "owner/model", weights=True)
 
 
 # ---- what a job takes from where ----
@@ -202,11 +178,8 @@ def test_neither_cached_nor_online(cache):
 def test_pretrained_model_with_a_flavor_supplies_the_tokenizer(tmp_path):
     folder = str(write_model(tmp_path / "model"))
     assert paths_of(resolve_assets(job_of(folder, flavor="debug"))) == (folder, "", folder)
-    assert paths_of(resolve_assets(job_of(folder, flavor="debug", tokenizer_path="mine"))) == (
-        folder,
-        "",
-        "mine",
-    )
+    job = job_of(folder, flavor="debug", tokenizer_path="mine")
+    assert paths_of(resolve_assets(job)) == (folder, "", "mine")
 
 
 def test_assets_of_their_own_come_first(tmp_path):

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from files import write_json
 
-from titanlite.base.errors import ConfigError
 from titanlite.config import load_config, save_resolved
 from titanlite.config.defaults import find_kind
 
@@ -15,14 +14,7 @@ from titanlite.config.defaults import find_kind
 def folder(tmp_path, monkeypatch):
     """The current folder, with data of each kind and a model."""
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "chats.jsonl",
-        "rows.jsonl.gz",
-        "rows.parquet",
-        "rows.csv",
-        "book.txt",
-        "notes.md",
-    ):
+    for name in ("chats.jsonl", "rows.jsonl.gz", "rows.csv", "notes.md"):
         (tmp_path / name).write_text("")
     for name, files in {
         "rows": ["a.jsonl", "README.md"],
@@ -75,15 +67,15 @@ def test_one_key_names_configuration_tokenizer_and_weights():
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *(("rows.jsonl.gz", "examples"), ("rows.parquet", "examples"), ("rows.csv", "examples")),
-        *(("book.txt", "text"), ("notes.md", "text"), ("rows", "examples")),
-        *(
-            ("books", "text"),
-            ("both", "mixed"),
-            ("owner/dataset", "examples"),
-            ("nothere.jsonl", "examples"),
-        ),
-        *(("nothere/below", "examples"), ("/nothere", "text")),
+        ("rows.jsonl.gz", "examples"),
+        ("rows.csv", "examples"),
+        ("notes.md", "text"),
+        ("rows", "examples"),
+        ("books", "text"),
+        ("both", "mixed"),
+        ("owner/dataset", "examples"),
+        ("nothere.jsonl", "examples"),
+        ("/nothere", "text"),
     ],
 )
 def test_the_kind_of_data_follows_from_the_path(path, kind):
@@ -124,9 +116,8 @@ def test_defaults_of_pretraining():
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta2) == (3e-4, 0.1, 0.95)
 
 
-@pytest.mark.parametrize("first", ["epochs = 3\n", "steps = 7\n", "epochs = 3\nsteps = 7\n"])
-def test_the_command_line_says_how_long(first):
-    text = f"{NEW}[training]\n{first}"
+def test_the_command_line_says_how_long():
+    text = f"{NEW}[training]\nepochs = 3\nsteps = 7\n"
     job = load(text, "--training.steps=5")
     assert (job.training.steps, job.training.epochs) == (5, 0)
     job = load(text, "--training.epochs=2")
@@ -160,10 +151,6 @@ def test_columns_are_named_in_the_file_and_on_the_command_line():
     assert json.loads(job.data.chat_template_kwargs) == {"enable_thinking": False}
     save_resolved(job, "saved.toml")
     assert load_config(["--config", "saved.toml"]).data == job.data
-    with pytest.raises(
-        ConfigError, match=r"qestion = .q. is not FIELD = .column.\. Did you mean .question.\?"
-    ):
-        load(text, "--data.fields.qestion=q")
     for name in ("a", "b"):
         text += f'[data.sources.{name}]\npath = "rows.csv"\nfields.answer = "{name}"\n'
     job = load(text.replace(DATA, "[data]\n"), "--data.sources.b.fields.question=d")

@@ -92,14 +92,6 @@ def test_layers_of_stages_as_they_are_given():
     ]
 
 
-def test_pieces_of_sequences_may_be_more_than_key_value_heads():
-    assert problems(degrees=Degrees(cp=8)) == problems(degrees=Degrees(cp=4, tp=2)) == []
-
-
-def test_width_of_dense_layers_does_not_matter_where_there_are_none():
-    assert problems(replace(MODEL, intermediate_size=130), Degrees(tp=4)) == []
-
-
 def test_all_problems_are_listed():
     found = problems(
         replace(MODEL, num_kv_heads=1), Degrees(tp=2, ep=16), seq_len=601, global_batch_size=1
@@ -113,10 +105,8 @@ def test_all_problems_are_listed():
     ("objective", "examples", "num_sequences", "of_ranks"),
     [
         ("next_token", 1.0, 100, {1: 3, 4: 4, 8: 8}),
-        ("next_token", 1.0, 10_000, {1: 16, 4: 16, 8: 16, 3: 15, 16: 16, 64: 64}),
-        ("next_token", 3.0, 10_000, {1: 5, 4: 4, 8: 8}),
+        ("next_token", 1.0, 10_000, {1: 16, 8: 16, 3: 15, 64: 64}),
         ("next_token", 1.5, 10_000, {1: 10, 4: 8, 8: 8}),
-        ("dpo", 1.0, 10_000, {1: 32, 4: 32, 8: 32}),
         ("dpo", 4.0, 10_000, {1: 8, 4: 8, 8: 8}),
         ("module:function", 1.0, 10_000, {1: 16}),
     ],

@@ -2,13 +2,12 @@
 `[data]`, mistakes.
 """
 
-import pickle
 import tomllib
 
 import pytest
 
-from titanlite.config import JobConfig, load_config, save_resolved
-from titanlite.config.data import SourceSection, get_source_key, get_sources
+from titanlite.config import load_config, save_resolved
+from titanlite.config.data import get_source_key, get_sources
 
 HEAD = '[model]\nflavor = "debug"\n[data]\ndataset = "examples"\ntrain_on = "all"\n'
 TWO = f"""{HEAD}
@@ -47,12 +46,6 @@ def test_a_source_has_its_own_settings_and_the_rest_of_the_section(load):
     assert get_source_key(job.data, "chat_2", "train_on") == "data.sources.chat_2.train_on"
 
 
-def test_without_sources_the_section_is_the_only_one(load):
-    data = load(f'{HEAD}path = "a.jsonl"\n').data
-    assert get_sources(data) == {"": data}
-    assert get_source_key(data, "", "path") == "data.path"
-
-
 def test_overrides_change_and_add_sources(load):
     job = load(
         TWO,
@@ -77,9 +70,3 @@ def test_the_resolved_file_gives_the_same_job(load, tmp_path):
         tomllib.loads((tmp_path / "resolved.toml").read_text())["data"]["sources"]["math"]["weight"]
         == 3.0
     )
-
-
-def test_a_configuration_with_sources_can_be_sent_to_other_ranks():
-    job = JobConfig()
-    job.data.sources["a"] = SourceSection(path="a.jsonl", weight=2.0)
-    assert pickle.loads(pickle.dumps(job)) == job
