@@ -106,31 +106,15 @@ def test_idle_experts_are_told_what_to_set():
     for router in routers:
         router.weight.requires_grad_(False)
     assert "aux_loss_coeff" in advise(job, model), "a bias beside a frozen router does not move"
-    deepseek, _, _ = build(family="deepseek_v3")
-    assert advise(JobConfig(), deepseek) == "Raise moe.expert_bias_update_rate, which is 0.001."
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_class_of_transformers_has_no_setting(asked):
+def test_a_class_of_transformers_has_no_setting():
     job = JobConfig()
-    job.model.implementation = "transformers" if asked else "auto"
     config = families()["qwen3_moe"].presets["debug"]
     hf = {"model_type": "qwen3_moe", **family_of(config).to_hf(config)}
     model = build_transformers(transformers_config(hf, "test"))
     assert complete_balancing(job.moe, model.config, has_weights=False) == job.moe
-    advice = advise(job, model)
-    assert advice.startswith("transformers' Qwen3MoeForCausalLM routes by itself")
-    assert ('model.implementation = "native"' in advice) == asked and "moe.aux_loss_coeff" in advice
-
-
-def test_a_class_with_a_bias_is_told_to_set_it():
-    config = families()["dots1"].presets["debug"]
-    hf = {"model_type": "dots1", **family_of(config).to_hf(config)}
-    model = build_transformers(transformers_config(hf, "test"))
-    job = JobConfig()
-    assert advise(job, model) == ("Nothing balances them: set moe.expert_bias_update_rate = 0.001.")
-    job.moe.expert_bias_update_rate = 0.1
-    assert advise(job, model) == "Raise moe.expert_bias_update_rate, which is 0.1."
+    assert advise(job, model).startswith("transformers' Qwen3MoeForCausalLM routes by itself")
 
 
 def test_busy_experts_become_harder_to_choose():
@@ -195,18 +179,3 @@ def test_rate_zero_or_a_skipped_step_leaves_the_bias(finite):
     assert torch.equal(balancer.step(finite)[0], torch.arange(8))
     assert torch.equal(routers[0].expert_bias, torch.full((8,), 0.25))
     assert balancer.counts.count_nonzero() == 0
-
-
-def test_bias_evens_out_the_load_of_a_fixed_batch():
-    model, balancer, routers = build(rate=0.002)
-    model.train()
-    tokens = torch.randint(2048, (8, 32), generator=torch.Generator().manual_seed(0))
-    loads = []
-    with torch.no_grad():
-        for _ in range(40):
-            model(tokens)
-            balancer.accumulate()
-            counts = balancer.step(TRUE).double()
-            loads.append((counts.amax(dim=1) / counts.mean(dim=1)).max().item())
-    assert loads[-1] < 0.8 * loads[0]
-    assert all(router.expert_bias.isfinite().all() for router in routers)

@@ -65,16 +65,6 @@ def test_shape_in_the_middle_of_the_decay(decay_type, middle):
     assert found[10] < 1.0
 
 
-def test_decay_from_the_end_of_warmup_by_default():
-    found = factors(10, warmup_steps=2, decay_type="linear", min_lr_factor=0.0)
-    assert found == pytest.approx([0.5, 1.0, *[1 - i / 8 for i in range(1, 9)]])
-
-
-def test_steps_beyond_the_run_stay_at_the_end_value():
-    section = LRSchedulerSection(warmup_steps=1, min_lr_factor=0.3)
-    assert lr_factor(50, 10, section) == pytest.approx(0.3)
-
-
 def test_every_group_has_its_own_rate_whatever_step_was_before():
     """As in a resumed run, and where an earlier step is computed again."""
     job = JobConfig()
