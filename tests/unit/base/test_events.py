@@ -23,13 +23,6 @@ def test_events_are_appended_as_lines(tmp_path):
     assert second["step"] == 7
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    open_events(tmp_path)
-    record_event("save", "saved", 1)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_written_later(
     tmp_path, monkeypatch
 ):

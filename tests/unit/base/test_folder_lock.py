@@ -96,12 +96,8 @@ def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_p
     locks = [FolderLock.take(folder) for folder in (unused, used)]
     (used / "config.toml").touch()
     FolderLock.remove_unused()
-    assert (
-        all(locks)
-        and not unused.exists()
-        and (used / ".run.lock").exists()
-        and (tmp_path / ".run.lock").exists()
-    )
+    assert all(locks) and not unused.exists()
+    assert (used / ".run.lock").exists() and (tmp_path / ".run.lock").exists()
 
 
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
@@ -116,10 +112,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert hold_folders(JobConfig(), tmp_path) == [None]
-    assert said == [
-        f"job.dump_folder: the file system of {tmp_path} has no locks. Start no other run in "
-        "this folder before this one ends: each would remove the other's checkpoints."
-    ]
+    assert len(said) == 1 and "has no locks. Start no other run in" in said[0]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

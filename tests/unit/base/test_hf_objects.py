@@ -139,9 +139,13 @@ def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
 
 
 @pytest.mark.parametrize(
-    "key", ["_attn_implementation", "attn_implementation", "_experts_implementation"]
+    ("key", "nested"),
+    [
+        ("_attn_implementation", False),
+        ("attn_implementation", True),
+        ("_experts_implementation", False),
+    ],
 )
-@pytest.mark.parametrize("nested", [False, True])
 def test_a_config_does_not_choose_kernels_of_the_hub(key, nested):
     """Transformers would download the repository and import it."""
     hf = {

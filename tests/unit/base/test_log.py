@@ -27,14 +27,6 @@ def test_the_log_file_has_the_lines_from_before_it_was_known_and_a_resumed_run_a
     assert capsys.readouterr().out.count("\n") == 2
 
 
-def test_other_ranks_keep_no_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    setup_logger()
-    log_to_folder(tmp_path)
-    logger.warning("said on the console only")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_cannot_be_written_is_told_once(tmp_path, capsys):
     (tmp_path / "run").write_text("")
     setup_logger()
@@ -51,14 +43,18 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path, capsys):
 
 EVIL = "\x1b[2Ja\x07\x9bb\r\u202ec\u2066d\x7f\u2028e\x00 \u00e9\u4e2d\ttab"
 # What speaks, in a process that has nothing but the console between it and the terminal.
-SPEAKERS = {
-    "stderr": "import sys; print({0}, file=sys.stderr)",
-    "traceback": "raise ValueError({0})",
-    "warning": "import warnings; warnings.warn({0})",
-    "logger": "from titanlite.base.log import logger, setup_logger; setup_logger(); "
-    "logger.warning({0})",
-    "command": "import sys; from titanlite.__main__ import main; main([{0}])",
-}
+SPEAKERS = """
+import sys, warnings
+from titanlite.base.log import logger, setup_logger
+from titanlite.__main__ import main
+text = {0}
+print(text, file=sys.stderr)
+warnings.warn(text)
+setup_logger()
+logger.warning(text)
+main([text])
+raise ValueError(text)
+"""
 
 
 def run(code, *, stdout="", **environment):
@@ -74,13 +70,12 @@ def run(code, *, stdout="", **environment):
     )
 
 
-@pytest.mark.parametrize("speaker", SPEAKERS)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_no_control_character_reaches_the_terminal(speaker, encoding):
+def test_no_control_character_reaches_the_terminal(encoding):
     """Neither as bytes nor, where the terminal is ASCII, as an error of encoding."""
-    done = run(SPEAKERS[speaker].format(ascii(EVIL)), PYTHONIOENCODING=encoding)
+    done = run(SPEAKERS.format(ascii(EVIL)), PYTHONIOENCODING=encoding)
     said = (done.stdout + done.stderr).decode(encoding)
-    assert "\\x1b" in said and "\x1b" not in said
+    assert said.count("\\x1b") >= 5 and "\x1b" not in said
     assert (
         re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", said) is None
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.base.errors import ConfigError
-from titanlite.base.text import command, describe_error, list_names
+from titanlite.base.text import command
 from titanlite.config import load_config
 
 CONFIG = str(Path(__file__).parents[3] / "configs/qwen3_moe.toml")
@@ -33,17 +33,3 @@ def test_dtypes_of_settings():
         ConfigError, match=r'training.dtype = "bf17" is not one of "float32", "bfloat16"'
     ):
         load_config(["--config", CONFIG, "--training.dtype=bf17"])
-
-
-def test_lists_of_names_are_bounded():
-    assert list_names(["a", "b"]) == "a, b" and list_names([]) == ""
-    assert list_names(range(20), most=3) == "0, 1, 2 and 17 more"
-    long = list_names(["x" * 5000] * 1000)
-    assert len(long) < 2000 and long.endswith("[4,920 more characters] and 984 more")
-
-
-def test_errors_of_others_are_one_line_of_bounded_length():
-    assert describe_error(ValueError("first\n  second.")) == "ValueError: first second"
-    assert describe_error(KeyError()) == "KeyError"
-    known = ValueError("Should contain one of " + ", ".join(f"model-{i}" for i in range(1000)))
-    assert len(describe_error(known)) < 500 and "more characters]" in describe_error(known)

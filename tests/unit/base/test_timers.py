@@ -28,24 +28,6 @@ def test_phases_add_up_to_the_time_that_passed(clock):
     assert timer.read() == {}
 
 
-def test_the_slowest_step_without_what_lies_between_steps(clock):
-    timer = StepTimer(torch.device("cpu"))
-    assert timer.read_slowest() == 0.0
-    for phases in (["data", "forward"], ["data", "forward", "other"], ["data"]):
-        for phase in phases:
-            timer.start(phase)  # one second each
-        timer.start(None)
-        for _ in range(9):
-            timer.mark()  # a validation
-        timer.start(None)
-    assert timer.read_slowest() == 3.0
-    timer.start("data")
-    assert timer.read_slowest() == 0.0, "it has not ended"
-    timer.start(None)
-    assert timer.read_slowest() == 1.0
-    assert timer.read()["data"] == 3.0 + 1.0
-
-
 class FakeEvent:
     """Stands at a time of the device, which has passed it once `device_s` has got there."""
 

@@ -27,10 +27,7 @@ def _rank(monkeypatch):
 def test_ranks_that_cannot_be_connected_may_be_at_the_next_start():
     error = process_group._explain(RuntimeError(UNREACHED))
     assert isinstance(error, TransientError) and error.exit_code not in NEVER_RESTARTED
-    assert "rank 3 on " in str(
-        error
-    ) and "through the interface eth7 and port 29500: Gloo connectFullMesh" in str(error)
-    assert "frame" not in str(error)
+    assert "interface eth7 and port 29500" in str(error) and "frame" not in str(error)
 
 
 def test_a_port_that_is_taken_may_be_free_at_the_next_start(monkeypatch):

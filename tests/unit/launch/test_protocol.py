@@ -19,20 +19,19 @@ from titanlite.launch.protocol import forget_last_start, shared_folder
 
 ROOT = Path(__file__).parents[3]
 RANK = """
-import os, sys, time
+import os, time
 from titanlite.launch.protocol import end_with_launcher
-time.sleep(float(sys.argv[1]))
 end_with_launcher()
 print(os.getpid(), flush=True)
 time.sleep(100)
 """
-# A launcher with one rank, which begins to follow it after argv[1] seconds.
+# A launcher with one rank.
 LAUNCHER = f"""
 import os, subprocess, sys
 from titanlite.launch.protocol import shared_folder
 with shared_folder() as folder:
     os.environ.update({NOTICE_FOLDER}=folder, TORCHELASTIC_RUN_ID="run")
-    rank = subprocess.Popen([sys.executable, "-c", {RANK!r}, sys.argv[1]])
+    rank = subprocess.Popen([sys.executable, "-c", {RANK!r}])
     print(rank.pid, flush=True)
     rank.wait()
 """
@@ -46,11 +45,11 @@ def _own_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def launcher():
-    """`launcher(seconds)` -> a launcher whose rank has told its pid."""
+    """`launcher()` -> a launcher whose rank tells its pid."""
     started = []
 
-    def start(seconds):
-        command = [sys.executable, "-c", LAUNCHER, str(seconds)]
+    def start():
+        command = [sys.executable, "-c", LAUNCHER]
         started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -68,19 +67,11 @@ def wait_until_gone(pid, timeout_s):
 
 
 def test_a_killed_launcher_takes_its_rank_along(launcher):
-    process = launcher(0)
+    process = launcher()
     pids = {int(process.stdout.readline()) for _ in range(2)}
     assert len(pids) == 1
     os.kill(process.pid, signal.SIGKILL)  # not waited for: it stays a zombie
     wait_until_gone(pids.pop(), timeout_s=2)
-
-
-def test_a_rank_that_begins_after_the_launcher_was_killed_ends_at_once(launcher):
-    process = launcher(1)
-    pid = int(process.stdout.readline())
-    os.kill(process.pid, signal.SIGKILL)
-    wait_until_gone(pid, timeout_s=10)
-    assert process.stdout.read() == "", "it got no further"
 
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):
@@ -93,10 +84,7 @@ def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_process
             {NOTICE_FOLDER: str(tmp_path / "gone"), "TORCHELASTIC_RUN_ID": "run"},
             (128 + signal.SIGKILL, ""),
         ),
-        # nothing is known of locks
-        ({NOTICE_FOLDER: str(tmp_path), "TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),
         ({"TORCHELASTIC_RUN_ID": "run"}, (0, "goes on\n")),  # torchrun's
-        ({}, (0, "goes on\n")),
     ):
         command = [sys.executable, "-c", script]
         done = subprocess.run(
@@ -106,7 +94,7 @@ def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_process
 
 
 def test_the_folder_is_private_and_goes_with_those_of_killed_launchers(tmp_path, launcher):
-    killed, living = launcher(0), launcher(0)
+    killed, living = launcher(), launcher()
     for process in (killed, living):
         process.stdout.readline()
     assert len(list(tmp_path.iterdir())) == 2

@@ -3,14 +3,10 @@
 import argparse
 import os
 import socket
-from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from titanlite.base.errors import NOTICE_FOLDER, ConfigError
+from titanlite.base.errors import ConfigError
 from titanlite.launch import rendezvous
 from titanlite.launch.rendezvous import (
     find_free_port,
@@ -25,27 +21,7 @@ from titanlite.launch.rendezvous import (
 def test_a_loopback_rendezvous_stays_on_this_machine():
     assert find_local_address("127.0.0.1") == "127.0.0.1"
     assert find_interface("127.0.0.1") == "lo"
-    assert rendezvous.find_local_address("localhost") in ("127.0.0.1", "::1")
     assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
-
-
-def test_the_own_name_that_resolves_to_loopback_as_on_debian(monkeypatch):
-    """The machine of the rendezvous: it takes the address of its default route, or else of its
-    first interface.
-    """
-    routes = {"127.0.1.1": "127.0.0.1", rendezvous._SOMEWHERE: "10.1.0.1"}
-    monkeypatch.setattr(rendezvous, "resolve", lambda host: ["127.0.1.1"])
-    monkeypatch.setattr(rendezvous, "_source_towards", routes.get)
-    monkeypatch.setattr(
-        rendezvous,
-        "_addresses",
-        lambda: [("lo", "127.0.0.1"), ("ib0", "10.9.0.1"), ("eth0", "10.1.0.1")],
-    )
-    assert (find_local_address("node0"), find_interface("node0")) == ("10.1.0.1", "eth0")
-    del routes[rendezvous._SOMEWHERE]
-    assert (find_local_address("node0"), find_interface("node0")) == ("10.9.0.1", "ib0")
-    monkeypatch.setattr(rendezvous, "_addresses", lambda: [("lo", "127.0.0.1")])
-    assert (find_local_address("node0"), find_interface("node0")) == ("127.0.0.1", "lo")
 
 
 def test_an_unknown_host_is_named():
@@ -53,12 +29,6 @@ def test_an_unknown_host_is_named():
         ConfigError, match=r"the host 'no\.such\.host\.invalid' of the rendezvous is not known on "
     ):
         find_local_address("no.such.host.invalid")
-
-
-def test_addresses_are_those_of_the_kernel():
-    found = rendezvous._addresses()
-    assert ("lo", "127.0.0.1") in found
-    assert all(socket.if_nametoindex(name) for name, _ in found)
 
 
 # --- rendezvous
@@ -99,33 +69,6 @@ def test_endpoint(endpoint, expected):
     assert get_endpoint(options(rdzv_endpoint=endpoint)) == expected
 
 
-@pytest.mark.parametrize("changed", [{"standalone": True}, {"nnodes": "1"}, {"nnodes": "1:1"}])
-def test_one_machine_meets_without_a_port_and_each_start_of_its_ranks_in_a_new_file(
-    changed, tmp_path, monkeypatch
-):
-    os.environ[NOTICE_FOLDER] = str(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(rendezvous, "is_free", pytest.fail)
-        ready = prepare_rendezvous(options(**changed))
-    assert not ready.standalone, "or torchrun would take its own"
-    handler = get_rendezvous_handler(
-        RendezvousParameters(ready.rdzv_backend, ready.rdzv_endpoint, ready.rdzv_id, 1, 1)
-    )
-    files = []
-    for _ in range(2):
-        info = handler.next_rendezvous()
-        assert (info.rank, info.world_size, type(info.store)) == (0, 1, HashStore)
-        assert not is_listening(info.bootstrap_store_info.master_port)
-        files.append(os.environ[rendezvous.STORE_FILE])
-    assert len(set(files)) == 2 and {Path(file).parent for file in files} == {tmp_path}
-    assert handler.num_nodes_waiting() == 0 and not handler.is_closed() and handler.shutdown()
-
-
-def is_listening(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def test_other_machines_do_not_host_the_store_and_are_known_by_their_address(monkeypatch, capsys):
     """torchrun takes a machine for the host if the names are equal, as those of two containers may
     be.
@@ -139,10 +82,7 @@ def test_other_machines_do_not_host_the_store_and_are_known_by_their_address(mon
             options(rdzv_endpoint=endpoint, rdzv_conf="join_timeout=9", nnodes="1:4")
         )
     assert (ready.rdzv_conf, ready.local_addr) == ("join_timeout=9,is_host=0", "10.1.0.9")
-    assert (
-        capsys.readouterr().err
-        == f"titanlite: waiting for 1 to 4 machines at {endpoint}, rendezvous 'run' ...\n"
-    )
+    assert f"waiting for 1 to 4 machines at {endpoint}" in capsys.readouterr().err
 
 
 def test_the_first_launcher_on_the_machine_of_the_endpoint_hosts_the_store():
