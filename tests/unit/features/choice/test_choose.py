@@ -75,10 +75,6 @@ def test_the_batch_of_a_step_is_kept_and_a_larger_one_named():
     assert choice.batch == 8 and choice.values["training.local_batch_size"] == 1
     assert choice.larger is not None and choice.larger.batch > 8
     assert choice.larger.rate > 1.15 * choice.rate
-    text = (
-        f"with training.global_batch_size = {choice.larger.batch} about {choice.larger.rate:,.0f}"
-    )
-    assert text in describe(choice, H100)
     choice = choose_for(checked("--training.global_batch_size=512"), H100, build_unsharded)
     assert choice.larger is None
 

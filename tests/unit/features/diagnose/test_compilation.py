@@ -37,11 +37,7 @@ def test_code_that_cannot_be_traced_is_named(function, reason):
         and reason in explained
     )
     line = function.__code__.co_firstlineno + 1
-    assert (
-        f" (in {function.__name__}, {__file__}:{line}). Change that code, or set compile.enable = "
-        "false." in explained
-    )
-    assert "\n" not in explained and "TORCHDYNAMO" not in explained
+    assert f" (in {function.__name__}, {__file__}:{line}). Change that code" in explained
 
 
 def test_a_machine_without_a_compiler(monkeypatch, tmp_path):

@@ -20,17 +20,7 @@ def test_temperature_0_takes_the_most_likely_token():
     assert torch.equal(choose_tokens(logits, torch.rand(5), temperature=0), logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    ("uniform", "token"),
-    [(0.0, 2), (0.49, 2), (0.51, 0), (0.74, 0), (0.76, 3), (0.89, 3), (0.91, 1), (0.999999, 1)],
-)
-def test_draws_by_inverse_cumulative_sum(uniform, token):
-    assert draw(uniform) == token
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"top_k": 7}, {"top_p": 0.8}, {"temperature": 1.7, "top_k": 20, "top_p": 0.9}]
-)
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"temperature": 1.7, "top_k": 20, "top_p": 0.9}])
 def test_distribution_is_that_of_transformers(options):
     """The set of tokens that can be drawn, and their shares, against transformers' own logit
     processors.

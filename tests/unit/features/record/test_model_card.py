@@ -55,13 +55,6 @@ def test_a_local_base_model_is_no_hub_id():
     assert "trained from `model`" in card.text and "secret" not in str(card)
 
 
-def test_where_the_run_took_place_is_not_in_it():
-    from titanlite.config.schema import CommSection, JobSection
-
-    card = make_card(job=JobSection(dump_folder="/secret"), comm=CommSection(timeout_seconds=7))
-    assert "secret" not in card and "timeout" not in card
-
-
 def test_license_of_the_base_model_is_metadata(tmp_path):
     """Nothing else of the base model's header comes along, and a broken one costs the license
     only.

@@ -52,11 +52,9 @@ def test_values_beyond_float16_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-MIXED = ["deepseek_v3", "gemma3_text"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("deepseek_v3", torch.bfloat16), ("gemma3_text", torch.float16)]
+)
 def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(tmp_path, name, dtype):
     stored = save_mixed(name, tmp_path / "in")
     export_checkpoint(tmp_path / "in", tmp_path / "out", dtype)
@@ -70,9 +68,8 @@ def test_what_a_folder_of_fewer_bits_has_in_float32_stays_so(tmp_path, name, dty
         assert exported[key].dtype == expected.dtype and torch.equal(exported[key], expected), key
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(tmp_path, name):
-    stored = save_mixed(name, tmp_path)
+def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twice(tmp_path):
+    stored = save_mixed("deepseek_v3", tmp_path)
     config = any_model_config_from_hf(tmp_path, "test")
     model = build_model(config)
     files = model_files(

@@ -24,36 +24,21 @@ from titanlite.preflight import check_arguments
 TABLE = read_table("first_configurations")
 TRAINED, REFUSED = TABLE["trained"], TABLE["refused"]
 SIZES = {
+    "model_type": "qwen3",
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "head_dim": 8,
-}
-SIZES |= {
     "num_key_value_heads": 1,
+    "head_dim": 8,
     "vocab_size": 512,
     "max_position_embeddings": 512,
-    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
 }
-SIZES |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": False}
 ALPACA = [{"instruction": f"add {i}", "input": "", "output": "yes"} for i in range(30)]
-ROWS = {
-    "alpaca": ALPACA,
-    "chats": [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    ]
-    * 30,
-    "sharegpt": [
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
-    ]
-    * 30,
-    "completions": [{"prompt": "a", "completion": "b"}] * 30,
-    "pairs": [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 30,
-    "gsm": [{"q": "a", "a": "b"}] * 30,
-    "bots": [{"messages": [{"role": "Human", "content": "a"}, {"role": "GPT", "content": "b"}]}]
-    * 30,
-}
+ROWS = {name: [json.loads(row)] * 30 for name, row in TABLE["rows"].items()} | {"alpaca": ALPACA}
 FILES = {
     "book.txt": "one two " * 99,
     "books/a.txt": "one two " * 99,
@@ -165,7 +150,6 @@ def test_it_is_what_was_meant(run, name):
 @pytest.mark.parametrize(
     ("kind", "num_rows", "settings", "batch"),
     [
-        ("chats", 30, [], 1),
         ("chats", 300, ["packing=false", "validation_share=0.5"], 4),
         ("chats", 1200, ["packing=false"], 16),
         ("chats", 1200, ["streaming=true"], 4),  # four examples in a sequence
@@ -198,18 +182,7 @@ def test_it_is_refused_with_what_to_do(run, name):
     assert [part for part in REFUSED[name]["says"] if part not in said] == [], said
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("--training.epochs=2", "2 epochs"),  # a later place goes before the file's steps
-        ("--lr=1e-5", "did you mean 'optimizer.lr'?"),
-        ("--training-steps=5", "did you mean 'training.steps'?"),
-        ("+training.steps=5", "unknown. Write --section.key=value."),
-        ('--data.path="chats.jsonl"', "does not exist"),
-        ('--optimizer.freeze=["model.embed_tokens*"]', "some trained"),
-        ("--parallelism.tensor_parallel_degree=3", "does not divide the world size (4)"),
-    ],
-)
+@pytest.mark.parametrize(("override", "expected"), TABLE["command_line"].items())
 def test_the_command_line(run, override, expected):
     _, said = run(data("chats.jsonl"), override, world_size=4)
     assert expected in said

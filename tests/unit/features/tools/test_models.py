@@ -8,30 +8,14 @@ from files import write_json
 from peft import PeftModel
 from tiny_transformers import shift_adapters
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from titanlite.__main__ import main
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.lora import merge
 from titanlite.features.tools.models import find_base, find_model
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "over",
-    "lazy",
-    "dog",
-    "reads",
-    "a",
-    "page",
-    "of",
-    "old",
-    "news",
-    "in",
-    "sun",
-]
+WORDS = "the quick brown fox over lazy dog reads a page of old news in sun"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}{% if "
     "add_generation_prompt %}<|im_start|> fox{% endif %}"
@@ -39,7 +23,9 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder):
-    vocab = {word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS])}
+    vocab = {
+        word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS.split()])
+    }
     raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -50,7 +36,7 @@ def save_tokenizer(folder):
     return tokenizer
 
 
-def save_model(folder, experts=False):
+def save_model(folder):
     sizes = {
         "vocab_size": 18,
         "hidden_size": 32,
@@ -60,7 +46,7 @@ def save_model(folder, experts=False):
     }
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(**sizes, **moe) if experts else Qwen3Config(**sizes)
+    config = Qwen3MoeConfig(**sizes, **moe)
     config.initializer_range = 0.3
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -100,33 +86,18 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch, experts):
+def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(merge, "_CHUNK_ELEMENTS", 200)  # every weight in several parts
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    save_model(base, experts)
-    save_adapter(base, adapter, **(EXPERTS if experts else {}))
+    save_model(base)
+    save_adapter(base, adapter, **EXPERTS)
     prompt = "the quick brown fox"
-    expected = expect(base, adapter, prompt)
-    assert expected != expect(base, None, prompt), "the adapters change nothing"
-    assert main(["generate", str(adapter), "--prompt", prompt, "--max-new-tokens", "12"]) == 0
-    assert capsys.readouterr().out == f"{prompt} {expected}\n"
-    assert (
-        main(
-            [
-                "generate",
-                str(base),
-                "--prompt",
-                prompt,
-                "--max-new-tokens",
-                "12",
-                "--do-sample",
-                "false",
-            ]
-        )
-        == 0
-    )
-    assert capsys.readouterr().out == f"{prompt} {expect(base, None, prompt)}\n"
+    expected, plain = (expect(base, folder, prompt) for folder in (adapter, None))
+    assert expected != plain, "the adapters change nothing"
+    for folder, more, text in ((adapter, [], expected), (base, ["--do-sample", "false"], plain)):
+        arguments = ["generate", str(folder), "--prompt", prompt, "--max-new-tokens", "12", *more]
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == f"{prompt} {text}\n"
 
 
 def test_the_base_of_adapters(tmp_path):
@@ -152,7 +123,7 @@ def complete(folder):
     write_json(folder / "titanlite/manifest.json", {"format": 1, "files": files})
 
 
-@pytest.mark.parametrize("where", ["checkpoint", ".", "saved"])
+@pytest.mark.parametrize("where", ["checkpoint", "."])
 def test_the_newest_complete_checkpoint_of_a_run(tmp_path, capsys, where):
     inner = tmp_path / "run" / where
     for step in (2, 10, 30):
@@ -161,15 +132,8 @@ def test_the_newest_complete_checkpoint_of_a_run(tmp_path, capsys, where):
     (inner / "step-30/model.safetensors").write_bytes(b"cut")
     capsys.readouterr()
     assert find_model("inspect", str(tmp_path / "run")) == inner / "step-10"
-    said = (
-        f"inspect: took {inner / 'step-10'}, the newest complete checkpoint; step-30 is not "
-        "complete\n"
-    )
-    assert capsys.readouterr().err == said
-    assert (
-        find_model("inspect", str(inner / "step-2")) == inner / "step-2"
-        and not capsys.readouterr().err
-    )
+    assert "step-30 is not complete" in capsys.readouterr().err
+    assert find_model("inspect", str(inner / "step-2")) == inner / "step-2"
     for step in (2, 10):
         (inner / f"step-{step}/model.safetensors").unlink()
     with pytest.raises(
