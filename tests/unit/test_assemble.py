@@ -11,7 +11,6 @@ from files import write_json
 from titanlite.assemble import fit_vocabulary
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
-from titanlite.base.text import format_count
 from titanlite.config import JobConfig
 from titanlite.data.loader import TrainLoader, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
@@ -32,22 +31,11 @@ def warnings(monkeypatch):
     return said
 
 
-@pytest.fixture
-def said(monkeypatch):
-    lines = []
-    monkeypatch.setattr(logger, "info", lambda text, *values: lines.append(text % values))
-    return lines
-
-
-def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings, monkeypatch):
+def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings):
     check_vocabulary(JobConfig(), 500, 500, CONFIG)
     # few ids in the data, of a tokenizer of the model's size
     check_vocabulary(JobConfig(), 8, 500, CONFIG)
-    check_vocabulary(JobConfig(), 990, 1000, CONFIG)
-    monkeypatch.setenv("RANK", "1")
-    check_vocabulary(JobConfig(), 499, 499, CONFIG)
     assert warnings == []
-    monkeypatch.setenv("RANK", "0")
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
     assert "the tokenizer has 499 tokens, the embedding 1000 rows" in warnings.pop()
     # the data does not use its new tokens: whoever has the model may
@@ -96,27 +84,12 @@ def test_attention_that_a_device_does_not_have():
     assert len(check_device(job, torch.device("cpu"))) == 2, "all of them at once"
 
 
-def test_dpo_turns_off_dropout_wherever_it_is(said):
-    class Attention(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention_dropout, self.p, self.inner = 0.1, 7.0, torch.nn.Dropout(0.2)
-
-    class Adapted(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.dropout, self.resid_dropout = Attention(), 0.05, 0.0
-
-    model = Adapted()
+def test_dpo_turns_off_dropout_wherever_it_is():
+    model = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Module())
+    model[1].attention_dropout, model[1].dropout, model[1].p = 0.1, 0.05, 7.0
     turn_off_dropout(model)
-    attention = model.attention
-    assert (model.dropout, attention.attention_dropout, attention.inner.p, attention.p) == (
-        0.0,
-        0.0,
-        0.0,
-        7.0,
-    )
-    assert said == ["dpo: dropout of 0.05, 0.1, 0.2 is off, as in the reference"]
+    found = model[0].p, model[1].attention_dropout, model[1].dropout, model[1].p
+    assert found == (0.0, 0.0, 0.0, 7.0)
 
 
 def loader_of(num_sequences, size=8):
@@ -127,20 +100,18 @@ def loader_of(num_sequences, size=8):
     return loader
 
 
-def test_a_run_with_another_batch_trains_all_its_epochs(said):
+def test_a_run_with_another_batch_trains_all_its_epochs():
     job = JobConfig()
     job.training.seq_len = 2048
     job.training.epochs = 4.0
     before = SimpleNamespace(step=50, samples=100)  # two sequences a step
     # 300 of 400 are left, 8 a step
     assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38
-    # (100 + 38 * 8) * 2048
-    assert "88 steps of 8 sequences, 827,392 tokens with padding, 4.04 epochs" in said[-1]
     job.data.skip_to_sample = 200
     assert resolve_steps(job, loader_of(100), before).training.steps == 50
 
 
-def test_epochs_are_steps(said):
+def test_epochs_are_steps():
     job = JobConfig()
     job.training.seq_len = 1000
     for epochs, steps in [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)]:
@@ -148,12 +119,6 @@ def test_epochs_are_steps(said):
         # 100 sequences, 8 in a step
         assert resolve_steps(job, loader_of(100)).training.steps == steps
         assert job.training.steps == 600, "the caller's own is as it was"
-        line = said.pop()
-        assert (
-            f"{format_count(steps, 'step')} of 8 sequences, {steps * 8000:,} tokens with padding, "
-            in line
-        )
-        assert line.endswith(f" {steps * 0.08:.3g} epochs")
 
 
 def test_a_resumed_run_keeps_the_date_of_its_chats(tmp_path):
@@ -171,7 +136,7 @@ def test_the_vocabulary_of_a_new_model_follows_the_tokenizer(implementation):
     job.model = replace(job.model, name="qwen3", flavor="debug", implementation=implementation)
     preset = resolve_model_config(job.model)
     assert preset.vocab_size == 2048
-    for num_ids, rows in [(300, 300), (1023, 1023), (1024, 2048), (2048, 2048), (2049, 2049)]:
+    for num_ids, rows in [(1023, 1023), (1024, 2048), (2048, 2048), (2049, 2049)]:
         followed, config = fit_vocabulary(job, preset, num_ids, 1, None)
         assert config.vocab_size == rows
         assert config == replace(preset, vocab_size=rows) or implementation == "transformers"
