@@ -88,6 +88,8 @@ OPTIONS = {
     "every_second_layer": "--activation_checkpoint.selective_ac_option=2",
     "operators": "--activation_checkpoint.selective_ac_option=op",
     "once_per_step": "--parallelism.fsdp_once_per_step=true",
+    "always": "--parallelism.fsdp_reshard_after_forward=always",
+    "never": "--parallelism.fsdp_reshard_after_forward=never",
     "one_micro_batch": "--training.local_batch_size=4",  # a stage waits for all others
 }
 
@@ -178,7 +180,7 @@ CASES = """
 FSDP4          qwen3_moe               1 long
 HSDP2x2        qwen3_moe               1 long weekly
 TP2xFSDP2      qwen3_moe               1 long weekly
-EP4            qwen3_moe               1 long
+EP4            qwen3_moe               1 long weekly
 EP2xFSDP2      qwen3_moe               1 long weekly
 TP2xEP2        qwen3_moe               1 long weekly
 TP2xEP4        qwen3_moe               1 long weekly
@@ -189,9 +191,8 @@ TP2xEP4        qwen3_moe               2 selective_ac every_second_layer
 DDP4           qwen3_moe               1 long weekly
 HSDP2x2xEP2    qwen3_moe               2 long
 HSDP2xTP2xEP2  qwen3_moe               1 long weekly
-TP2xEP2        qwen3_moe               1 --parallelism.fsdp_reshard_after_forward=always
 TP2xFSDP2      qwen3_tied              2 full_ac weekly
-TP2xFSDP2      llama                   1 selective_ac
+TP2xFSDP2      llama                   1 selective_ac weekly
 TP2xFSDP2      qwen3_bias              1 weekly
 TP2xFSDP2      qwen2                   1 weekly
 TP2xEP2        glm4_moe                1
@@ -203,49 +204,46 @@ EP2xFSDP2      qwen3_next              2 full_ac
 TP2xFSDP2      ministral               2 full_ac weekly
 FSDP4          gpt_oss                 1 weekly
 TP2xFSDP2      olmo3                   2 selective_ac weekly
-TP2xEP2        minimax_m2              1
+TP2xEP2        minimax_m2              1 always
 TP2xEP2        glm4_moe_lite           1 full_ac
-EP2xFSDP2      solar_open              2
+EP4            solar_open              2
 TP2xFSDP2      gpt_oss                 1 selective_ac operators
-EP2xFSDP2      gpt_oss                 2 full_ac
+EP2xFSDP2      gpt_oss                 2 full_ac weekly
 FSDP4          qwen3_5                 1 weekly
-TP2xFSDP2      qwen3_5                 1 full_ac
+TP2xFSDP2      qwen3_5                 1 full_ac weekly
 EP2xFSDP2      qwen3_5_moe             2 selective_ac weekly
 TP2xEP2        qwen3_5_moe             1
-TP2xEP4        dots1                   1 full_ac
+TP2xEP4        dots1                   1 full_ac weekly
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
 EP2xFSDP2      uneven                  1 full_ac weekly
-TP2xEP2        uneven                  2 full_ac
+TP2xEP2        uneven                  2 full_ac weekly
 EP2xFSDP2      few_experts             2 weekly
 TP2xEP2        few_experts             1 weekly
 
-PP4            deep                    4 long
+PP4            deep                    4
 PP2xFSDP2      deep                    4 long weekly
 PP2xHSDP2      deep                    4 long weekly
 PP2xTP2        deep                    4 long weekly
 PP2xEP2        deep                    4 long weekly
 PP2xTP2xEP2    deep                    4 long weekly
-PP2xCP2        deep                    4 long
-PP2xTP2xEP2    deep                    4 selective_ac
+PP2xCP2        deep                    4
 PP2xEP2        deep                    4 one_micro_batch
 PP2xHSDP2      deep                    4 once_per_step full_ac
-PP2xFSDP2      deep                    4 --parallelism.fsdp_reshard_after_forward=never
-PP2xTP2xEP2    dots1_balance_losses    4
-PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=1,2
+PP2xTP2xEP2    dots1_balance_losses    4 weekly
+PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=1,2 never
 PP2xFSDP2      uneven                  4 weekly
 PP2xTP2        deepseek_v3             4 weekly
 PP2xFSDP2      qwen3_next              4 weekly
-PP2xFSDP2      gpt_oss                 4
-PP2xFSDP2      qwen3_5_moe             4
-PP2xTP2xEP2    muon_dots1              4
+PP2xFSDP2      gpt_oss                 4 weekly
+PP2xFSDP2      qwen3_5_moe             4 weekly
+PP2xTP2xEP2    muon_dots1              4 selective_ac
 
 FSDP4          deep                    4 once_per_step weekly
-DDP4           qwen3_moe               4 once_per_step
+DDP4           llama                   4 once_per_step
 TP2xEP4        qwen3_moe               4 once_per_step full_ac weekly
 EP2xFSDP2      dots1_balance_losses    4 once_per_step selective_ac
-CP2xTP2        qwen3_moe               4 once_per_step
-TP2xFSDP2      qwen3_tied              4 once_per_step
+TP2xFSDP2      qwen3_tied              4 once_per_step weekly
 PP2xTP2xEP2    deep                    4 once_per_step weekly
 
 DDP4           muon_qwen3_moe          1 weekly
@@ -262,24 +260,24 @@ CP2xFSDP2      qwen3_moe               1 long weekly
 CP2xTP2        qwen3_moe               1 long weekly
 CP2xEP2        qwen3_moe               1 long weekly
 CP2xTP2xEP4    qwen3_moe               1 long weekly
-HSDP2xCP2      qwen3_moe               1 long
+HSDP2xCP2      qwen3_moe               1 long weekly
 CP2xTP2xEP4    qwen3_moe               2 selective_ac operators weekly
 CP2xTP2        balance_losses          2 full_ac
 CP4            dots1_balance_losses    1
 CP2xTP2xEP4    deepseek_v3             2 selective_ac
-CP2xTP2        qwen3_next              1
+CP2xTP2        qwen3_next              1 weekly
 CP2xFSDP2      qwen3_next              2 selective_ac weekly
 CP2xTP2        ministral               1
-CP2xTP2        gpt_oss                 2 full_ac
+CP2xTP2        gpt_oss                 2 full_ac weekly
 CP2xFSDP2      gpt_oss                 1 weekly
 CP2xTP2        olmo3                   1 full_ac
 CP2xFSDP2      qwen3_5_moe             1 weekly
 CP2xTP2        qwen3_5                 1 weekly
 CP2xFSDP2      qwen3_tied              2 selective_ac
 CP2xTP2        qwen3_bias              2
-CP2xFSDP2      yarn                    2
+HSDP2xCP2      yarn                    2
 CP2xEP2        uneven                  2
-CP2xTP2        muon_qwen3_moe          2
+CP2xTP2        muon_qwen3_moe          4 once_per_step
 """
 
 
