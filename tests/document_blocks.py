@@ -20,6 +20,7 @@ A mark is an HTML comment in the line before a fenced block, so the rendered pag
     prepare   a command that runs before, for files that the reader is supposed to have
     timeout   seconds, default 300
     exit      exit code of the block, default 0
+    contained page whose block has these commands, too: they run with --full alone
 
 `<!-- file: NAME -->` before a block of any language writes it to NAME before the next run block.
 
@@ -32,7 +33,7 @@ import shlex
 from dataclasses import dataclass, field
 
 _MARK = re.compile(r"<!-- (run|output|file)(?:: (.*?))? -->")
-_OPTIONS = {"append", "replace", "prepare", "timeout", "exit"}
+_OPTIONS = {"append", "replace", "prepare", "timeout", "exit", "contained"}
 _TAKES_MORE = re.compile(r"run_train\.sh|titanlite plan")
 _NUMBER = re.compile(r"\d[\d.,:]*(?:e[-+]?\d+)?")
 _SLOW_RANK = re.compile(r"rank # slow \([^)]*\)")
