@@ -128,19 +128,6 @@ def rank_pids(launcher):
     return [found[rank] for rank in sorted(found)]
 
 
-def launch_two_ranks(config, dump, *overrides):
-    """Start `python -m titanlite.launch` with 2 ranks that train until they are told to stop."""
-    launcher = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
-    training = ["-m", "titanlite.rank", "--config", str(config), f"--job.dump_folder={dump}"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return Launched([*launcher, *training, "--training.steps=100000", *overrides], env=environment)
-
-
 class Forked:
     """Forked processes of one gloo group that run `main(pipe)`; this process has the other ends of
     the pipes.

@@ -104,14 +104,14 @@ class Served(Launched):
 
     def __init__(self, command, folder, **options):
         super().__init__(command, **options)
-        self._folder = folder
+        self.folder = folder
 
     def pid(self, name):
         """Return the process "launcher" or "rank-N"; a new start's ranks take a moment."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with suppress(OSError, ValueError):
-                pid = int((self._folder / f"{name}.pid").read_text())
+                pid = int((self.folder / f"{name}.pid").read_text())
                 os.kill(pid, 0)
                 return pid
             time.sleep(0.02)
@@ -188,9 +188,9 @@ class RankServer:
             )
             time.sleep(0.05)
 
-    def launch(self, *arguments, folder, **variables):
-        """Start `python -m titanlite.launch ARGUMENTS`, with one pipe for its output and the output
-        of its ranks.
+    def launch(self, *arguments, folder, joined=True, **variables):
+        """Start `python -m titanlite.launch ARGUMENTS`; if `joined`, with one pipe for its output
+        and the output of its ranks.
 
         `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank. All processes
         run the code in its `misbehave.py`, and if a file `nan-N` appears, the next forward of rank
@@ -201,7 +201,7 @@ class RankServer:
             **{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)}, **variables
         )
         command = [self.python, "-m", "titanlite.launch", *arguments]
-        return Served(command, folder, env=environment, joined=True)
+        return Served(command, folder, env=environment, joined=joined)
 
     def close(self):
         """End the server and all processes that it has forked."""
@@ -262,7 +262,7 @@ def _become(request, fds, python):
         like = {"encoding": old.encoding, "errors": old.errors}
         stream = open(number, mode, closefd=False, **like)  # noqa: SIM115
         at_once = number > 0 and bool(environment.get("PYTHONUNBUFFERED"))
-        by_line = not at_once and (number == 2 or stream.isatty())
+        by_line = at_once or number == 2 or stream.isatty()
         stream.reconfigure(line_buffering=by_line, write_through=at_once)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy.ma  # noqa: F401
 import pytest
 import torch
-from cluster import launch_two_ranks
+from cluster import Launched
 from processes import run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -67,6 +67,16 @@ VOCAB_SIZE = 310  # of tokenizer and model: 310 / 4 = 77.5, so that vocabulary s
 SEQ_LEN = 32
 GLOBAL_BATCH_SIZE = 8
 CALLS_OF_RANKS = 20
+weekly = partial(pytest.param, marks=pytest.mark.full)  # a case that runs with --full alone
+# Ranks add float32 numbers in another order; this is 30 times the difference that
+# test_parity_ladder.py measured.
+RELATIVE_TOLERANCE = 1e-5
+# These overrides leave the sizes of a model to its config.json.
+NO_PRESET = [
+    "--model.flavor=",
+    "--model.overrides.vocab_size=none",
+    "--model.overrides.num_layers=none",
+]
 LONGEST = (
     "parity_ladder",
     "docs_commands",
@@ -266,12 +276,23 @@ def examples(tmp_path_factory, cache_folder):
 
 
 @pytest.fixture
-def launch(config_file, tmp_path):
-    """`launch(folder name, *overrides)`: `launch_two_ranks` into this folder of `tmp_path`."""
+def launch(server, config_file, tmp_path):
+    """`launch(folder name, *overrides)` starts 2 ranks, which train into this folder of `tmp_path`
+    until they are told to stop; unless `served`, as new processes.
+    """
     started = []
 
-    def start(name, *overrides):
-        started.append(launch_two_ranks(config_file, tmp_path / name, *overrides))
+    def start(name, *overrides, served=True):
+        arguments = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.rank"]
+        arguments += ["--config", str(config_file), f"--job.dump_folder={tmp_path / name}"]
+        arguments += ["--training.steps=100000", *overrides]
+        if served:
+            folder = tmp_path / f"pids-{len(started)}"
+            folder.mkdir()
+            started.append(server.launch(*arguments, folder=folder, joined=False))
+        else:
+            command = [sys.executable, "-m", "titanlite.launch", *arguments]
+            started.append(Launched(command, env=server.environment(PYTHONUNBUFFERED="1")))
         return started[-1]
 
     yield start
@@ -365,6 +386,11 @@ def digest(tensor):
     return sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()
 
 
+def take_step(trainer, step):
+    """Train on the batches of `step`; return the result. Collective: every rank must call."""
+    return trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
+
+
 def train_steps(trainer, steps):
     """Train `steps` steps on the trainer's own data with `TrainStep.train_step`. Collective: every
     rank must call.
@@ -373,7 +399,7 @@ def train_steps(trainer, steps):
         digests={name: digest(tensor) for name, tensor in full_tensors(trainer.model).items()}
     )
     for _ in range(steps):
-        result = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(trainer.step))
+        result = take_step(trainer, trainer.step)
         run.losses.append(result.loss.item())
         run.grad_norms.append(result.grad_norm.item())
         if result.tokens_per_expert is not None:
@@ -382,9 +408,28 @@ def train_steps(trainer, steps):
     return run
 
 
-@pytest.fixture(scope="session")
-def gather_full():
-    return full_tensors
+def assert_same_run(one, ranks, tolerance_of, *, equal_nan=False):
+    """Compare the runs of the ranks of a mesh with the run of one process: initial bits, losses,
+    gradient norms and counts of every rank, and the final weights, where `tolerance_of(name)` is
+    the absolute tolerance.
+    """
+    for rank, many in enumerate(ranks):
+        assert many.digests == one.digests, "initial weights are not bit-identical"
+        assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE), rank
+        assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE), rank
+        assert many.tokens_per_expert == one.tokens_per_expert, rank
+    assert ranks[0].weights.keys() == one.weights.keys()
+    for name, expected in one.weights.items():
+        # The counts are of this rank's latest micro-batch; the global counts are compared above.
+        if not name.endswith(".tokens_per_expert"):
+            torch.testing.assert_close(
+                ranks[0].weights[name],
+                expected,
+                rtol=0,
+                atol=tolerance_of(name),
+                equal_nan=equal_nan,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 def run_on_this_rank(job, steps):
@@ -444,6 +489,19 @@ def warm_run(run_warm, checked):
 
 def train_to_the_end(job):
     assemble(job).train()
+
+
+@pytest.fixture
+def train_into(run_warm, checked):
+    """`train_into(folder, degrees, *overrides)`: a whole `Trainer.train` with this dump folder, on
+    the ranks of `run_warm`.
+    """
+
+    def train(folder, degrees, *overrides):
+        job = checked(degrees, f"--job.dump_folder={folder}", *overrides)
+        run_warm(degrees.world_size, train_to_the_end, job)
+
+    return train
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from files import read_lines
 from titanlite.checkpoint.commit import list_steps
 
 # Each script runs in every rank before the rank trains; `rank` is its number.
-RAISE_ON_2 = """
+RAISE_ON_1 = """
 from titanlite.train_step import TrainStep
 original = TrainStep.train_step
 def train_step(self, batches):
-    if rank == 2 and self.step == 3:
+    if rank == 1 and self.step == 3:
         raise ValueError("a bug in the model")
     return original(self, batches)
 TrainStep.train_step = train_step
@@ -84,7 +84,7 @@ def run(server, config_file, tmp_path):
         launched = server.launch(
             *(
                 "--standalone",
-                "--nproc-per-node=4",
+                "--nproc-per-node=2",
                 f"--max-restarts={restarts}",
                 "-m",
                 "titanlite.rank",
@@ -95,8 +95,7 @@ def run(server, config_file, tmp_path):
                 f"--job.dump_folder={tmp_path / 'run'}",
                 "--training.steps=6",
             ),
-            *("--parallelism.tensor_parallel_degree=2", "--training.local_batch_size=4"),
-            *("--checkpoint.interval=2", *overrides),
+            *("--training.local_batch_size=4", "--checkpoint.interval=2", *overrides),
             folder=folder,
         )
         started.append(launched)
@@ -122,27 +121,26 @@ def said_by_launcher(out):
 def test_exception_on_one_rank_is_one_traceback_and_a_new_start_goes_on_from_the_checkpoint(
     run, tmp_path
 ):
-    code, out, _ = run(RAISE_ON_2, restarts=1)
+    code, out, _ = run(RAISE_ON_1, restarts=1)
     assert code == 1
     assert out.count("Traceback") == 2, "one for each start"
     assert out.count("\nValueError: a bug in the model\n") == 2
-    assert out.count("titanlite: rank 2 failed in step 4 (data):\nTraceback") == 2
+    assert out.count("titanlite: rank 1 failed in step 4 (data):\nTraceback") == 2
     assert [line for line in said_by_launcher(out) if "failed in" not in line] == [
-        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. Starting all ranks "
+        "titanlite: rank 1 ended with exit code 1; all ranks were stopped. Starting all ranks "
         "again: restart 1 of 1.",
-        "titanlite: rank 2 ended with exit code 1; all ranks were stopped. The same command "
+        "titanlite: rank 1 ended with exit code 1; all ranks were stopped. The same command "
         f"resumes from the newest checkpoint in {tmp_path / 'run'}, or begins anew without one.",
     ]
-    assert "1 of 1, because rank 2 ended with exit code 1; training continues from step 2" in out
+    assert "1 of 1, because rank 1 ended with exit code 1; training continues from step 2" in out
     events = read_lines(tmp_path / "run/events.jsonl")
-    # Rank 0 may or may not have time to record that rank 2 ended.
+    # Rank 0 may or may not have time to record that rank 1 ended.
     kinds = [(event["kind"], event["step"]) for event in events if event["kind"] != "error"]
     assert kinds == [("start", 0), ("save", 2), ("restart", 2)], "of a new start, one event"
 
 
 def test_a_rank_that_misses_a_gather_while_saving_ends_the_run_with_its_error(run, tmp_path):
     transformers = ["--model.implementation=transformers", "--moe.expert_bias_update_rate=none"]
-    transformers += ["--parallelism.tensor_parallel_degree=1", "--training.local_batch_size=2"]
     code, out, _ = run(GATHER_FAILS_ON_1, "--comm.timeout_seconds=4", *transformers)
     assert code == 124 and list_steps(tmp_path / "run/checkpoint") == [2], out
     assert (
