@@ -9,6 +9,13 @@ import torch
 from quantized_folder import write_fp8, write_mxfp4
 from safetensors.torch import load_file, save_file
 
+from tests.functional.conftest import (
+    NO_PRESET,
+    RELATIVE_TOLERANCE,
+    assert_same_run,
+    take_step,
+    weekly,
+)
 from titanlite.assemble import assemble
 from titanlite.base.errors import VerifyError
 from titanlite.config.parallelism import Degrees
@@ -16,8 +23,7 @@ from titanlite.features.lora.block_formats import BLOCK_FORMATS, decode_blocks, 
 from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.interface import is_adapter
 
-STEPS = 3
-RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
+STEPS = 2
 WEIGHT_TOLERANCE = 1.25e-5
 SIZES = {
     "hidden_size": 128,
@@ -70,12 +76,11 @@ def base_of(pretrained):
     return get
 
 
+def tolerance_of(name):
+    return WEIGHT_TOLERANCE if is_adapter(name) else 0.0
+
+
 def settings(folder, model_name, form, *overrides):
-    cleared = [
-        "--model.flavor=",
-        "--model.overrides.vocab_size=none",
-        "--model.overrides.num_layers=none",
-    ]
     lora = [
         "--lora.rank=4",
         "--lora.alpha=8",
@@ -84,7 +89,7 @@ def settings(folder, model_name, form, *overrides):
     ]
     model = f"--model.name={MODELS[model_name][0]}"
     batch = "--training.local_batch_size=2"
-    return [*cleared, model, *lora, batch, f"--checkpoint.initial_load_path={folder}", *overrides]
+    return [*NO_PRESET, model, *lora, batch, f"--checkpoint.initial_load_path={folder}", *overrides]
 
 
 @pytest.fixture(scope="module")
@@ -111,24 +116,17 @@ def run_alone(warm_run, base_of, single_runs):
     [
         ("FSDP4", "qwen3_moe", "fp8", [SELECTIVE]),
         ("TP2xEP2", "qwen3_moe", "nf4", [FULL]),
-        pytest.param("TP2xEP4", "qwen3_moe", "fp8", [], marks=pytest.mark.full),
+        weekly("TP2xEP4", "qwen3_moe", "fp8", []),
         ("TP2xFSDP2", "few_experts", "nf4", []),  # experts split along dim 1
-        pytest.param("DDP4", "qwen3", "fp8", [], marks=pytest.mark.full),
-        pytest.param("CP2xTP2", "qwen3_moe", "nf4", [], marks=pytest.mark.full),
-        pytest.param("PP2xTP2xEP2", "qwen3_moe", "fp8", [], marks=pytest.mark.full),
+        weekly("DDP4", "qwen3", "fp8", []),
+        weekly("CP2xTP2", "qwen3_moe", "nf4", []),
+        weekly("PP2xTP2xEP2", "qwen3_moe", "fp8", []),
         ("PP2xFSDP2", "deepseek_v3", "nf4", ["--parallelism.fsdp_once_per_step=true"]),
-        pytest.param("TP2xEP2", "qwen3_next", "nf4", [], marks=pytest.mark.full),
-        pytest.param("EP2xFSDP2", "qwen3_next", "fp8", [FULL], marks=pytest.mark.full),
-        ("TP2xEP2", "qwen3_5_moe", "nf4", []),
+        weekly("TP2xEP2", "qwen3_next", "nf4", []),
+        weekly("EP2xFSDP2", "qwen3_next", "fp8", [FULL]),
         # frozen experts without adapters
-        ("FSDP4", "qwen3_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
-        pytest.param(
-            "TP2xEP2",
-            "qwen3_moe",
-            "nf4",
-            ["--lora.targets=gate_up_proj", SELECTIVE],
-            marks=pytest.mark.full,
-        ),
+        ("TP2xEP2", "qwen3_5_moe", "nf4", ["--lora.targets=q_proj, v_proj"]),
+        weekly("TP2xEP2", "qwen3_moe", "nf4", ["--lora.targets=gate_up_proj", SELECTIVE]),
     ],
 )
 def test_mesh_trains_as_one_process_does(
@@ -139,16 +137,8 @@ def test_mesh_trains_as_one_process_does(
     degrees = meshes[mesh]
     local = f"--training.local_batch_size={max(8 // degrees.dp // 2, 1)}"
     given = settings(base_of(model_name), model_name, form, local, *overrides)
-    for many in warm_run(degrees, *given, steps=STEPS):
-        assert many.digests == one.digests, "initial weights are not bit-identical"
-        assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
-        assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
-        for name, weight in many.weights.items():
-            tolerance = WEIGHT_TOLERANCE if is_adapter(name) else 0.0
-            if not name.endswith(".tokens_per_expert"):
-                torch.testing.assert_close(
-                    weight, one.weights[name], rtol=0, atol=tolerance, equal_nan=True
-                )
+    ranks = warm_run(degrees, *given, steps=STEPS)
+    assert_same_run(one, ranks, tolerance_of, equal_nan=True)
     adapters = [name for name in one.weights if name.endswith("lora_B")]
     assert adapters and all(one.weights[name].any() for name in adapters), "nothing was learned"
 
@@ -160,7 +150,7 @@ def rounded_to(form, weight):
 
 @pytest.mark.parametrize(
     ("model_name", "form"),
-    [("qwen3_moe", "fp8"), pytest.param("deepseek_v3", "nf4", marks=pytest.mark.full)],
+    [("qwen3_moe", "fp8"), weekly("deepseek_v3", "nf4")],
 )
 def test_training_is_that_of_the_rounded_weights(
     warm_run, run_alone, base_of, tmp_path, model_name, form
@@ -193,17 +183,13 @@ def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
     write_fp8(folder, (128, 128))
     (dequantized,) = warm_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
     fp8, given = BLOCK_FORMATS["fp8"], settings(folder, "qwen3_moe", "fp8")
-    for mesh in ("FSDP4", "TP2xEP2"):
-        kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
-        assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE), mesh
-        for name in (
-            "model.layers.1.mlp.experts.down_proj",
-            "model.layers.0.self_attn.q_proj.weight",
-        ):
-            plain = dequantized.weights[name]
-            assert torch.equal(
-                decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain
-            ), name
+    kept = warm_run(meshes["FSDP4"], *given, steps=STEPS)[0]
+    assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
+    for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
+        plain = dequantized.weights[name]
+        assert torch.equal(
+            decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain
+        ), name
 
 
 def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
@@ -216,12 +202,10 @@ def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
     plain = dequantized.weights[name]
     assert torch.equal(plain.mT, expected[name])
     mxfp4, given = BLOCK_FORMATS["mxfp4"], settings(folder, "gpt_oss", "mxfp4")
-    for mesh in ("FSDP4", "TP2xEP2"):
-        kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
-        assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE), mesh
-        assert torch.equal(
-            decode_blocks(kept.weights[name], mxfp4, plain.shape[-1], torch.float32), plain
-        )
+    kept = warm_run(meshes["TP2xEP2"], *given, steps=STEPS)[0]
+    assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
+    found = decode_blocks(kept.weights[name], mxfp4, plain.shape[-1], torch.float32)
+    assert torch.equal(found, plain)
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
@@ -235,11 +219,9 @@ def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of, meshes):
 
     def rank_main():
         trainer = assemble(job)
-        first = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
+        first = take_step(trainer, 0).loss.item()
         for step in (0, 0, 0):
-            last = trainer.parts.stepper.train_step(
-                trainer.parts.loader.micro_batches(step)
-            ).loss.item()
+            last = take_step(trainer, step).loss.item()
         assert last < first
         encoded = [param for param in trainer.model.parameters() if encoding_of(param) is not None]
         assert len(encoded) == 2 * (4 + 2)

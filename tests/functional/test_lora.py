@@ -12,7 +12,13 @@ from quantized_folder import write_mxfp4
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import (
+    NO_PRESET,
+    RELATIVE_TOLERANCE,
+    assert_same_run,
+    take_step,
+    weekly,
+)
 from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.checkpoint.folder import ADAPTER_FILE
@@ -21,7 +27,6 @@ from titanlite.features.tools.export import export_merged
 from titanlite.models.interface import is_adapter
 
 STEPS = 4
-RELATIVE_TOLERANCE = 1e-5  # as in test_parity_ladder.py
 WEIGHT_TOLERANCE = 1.25e-5
 STRONG = "--lora.alpha=32"  # so that four steps learn something
 LORA = [
@@ -40,6 +45,10 @@ FAMILIES = {
 FULL_AC = "--activation_checkpoint.mode=full"
 
 
+def tolerance_of(name):
+    return WEIGHT_TOLERANCE if is_adapter(name) else 0.0
+
+
 @pytest.fixture
 def base_of(pretrained):
     """`base_of(family)`: a pretrained model, wide enough that experts differ and the loss has
@@ -51,12 +60,7 @@ def base_of(pretrained):
 @pytest.fixture
 def overrides_of(base_of):
     def get(family, *overrides):
-        cleared = [
-            "--model.flavor=",
-            "--model.overrides.vocab_size=none",
-            "--model.overrides.num_layers=none",
-        ]
-        return [*cleared, *LORA, f"--checkpoint.initial_load_path={base_of(family)}", *overrides]
+        return [*NO_PRESET, *LORA, f"--checkpoint.initial_load_path={base_of(family)}", *overrides]
 
     return get
 
@@ -77,14 +81,7 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
         degrees = meshes[mesh]
         local = f"--training.local_batch_size={8 // degrees.dp // 2}"
         ranks = warm_run(degrees, *overrides_of(family, STRONG, local, *overrides), steps=STEPS)
-        for many in ranks:
-            assert many.digests == one.digests, "initial weights are not bit-identical"
-            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE)
-            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE)
-        for name, expected in one.weights.items():
-            if not name.endswith(".tokens_per_expert"):
-                tolerance = WEIGHT_TOLERANCE if is_adapter(name) else 0.0
-                torch.testing.assert_close(ranks[0].weights[name], expected, rtol=0, atol=tolerance)
+        assert_same_run(one, ranks, tolerance_of)
         return one
 
     return run
@@ -93,14 +90,14 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
 @pytest.mark.parametrize(
     ("mesh", "family", "overrides"),
     [
-        pytest.param("FSDP4", "qwen3_moe", [], marks=pytest.mark.full),
+        weekly("FSDP4", "qwen3_moe", []),
         ("TP2xEP4", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
-        pytest.param("HSDP2x2", "few_experts", [], marks=pytest.mark.full),
-        pytest.param("TP2xFSDP2", "few_experts", [], marks=pytest.mark.full),
-        pytest.param("TP2xFSDP2", "qwen3", [FULL_AC], marks=pytest.mark.full),
-        ("TP2xEP2", "dots1", []),
+        weekly("HSDP2x2", "few_experts", []),
+        weekly("TP2xFSDP2", "few_experts", []),
+        weekly("TP2xFSDP2", "qwen3", [FULL_AC]),
+        weekly("TP2xEP2", "dots1", []),
         ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
-        pytest.param("PP2xTP2xEP2", "qwen3_moe", [], marks=pytest.mark.full),
+        weekly("PP2xTP2xEP2", "qwen3_moe", []),
         ("PP2xFSDP2", "dots1", [FULL_AC]),
     ],
 )
@@ -120,7 +117,7 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
-    [("EP2xFSDP2", "qwen3_moe"), pytest.param("FSDP4", "qwen3", marks=pytest.mark.full)],
+    [("EP2xFSDP2", "qwen3_moe"), weekly("FSDP4", "qwen3")],
 )
 def test_transformers_own_class_trains_the_same_adapters(
     warm_run, overrides_of, meshes, reference_runs, mesh, family
@@ -153,10 +150,7 @@ def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
 
     def rank_main():
         trainer = assemble(job)
-        losses = [
-            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0)).loss.item()
-            for _ in range(4)
-        ]
+        losses = [take_step(trainer, 0).loss.item() for _ in range(4)]
         assert losses[-1] < losses[0]
         for name, param in trainer.model.named_parameters():
             assert param.requires_grad == is_adapter(name), name
@@ -182,17 +176,7 @@ def test_dropout_is_the_same_when_layers_are_recomputed(warm_run, overrides_of):
     assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
 
 
-@pytest.fixture
-def train(run_warm, checked):
-
-    def run(degrees, folder, *overrides):
-        job = checked(degrees, f"--job.dump_folder={folder}", *overrides)
-        run_warm(degrees.world_size, train_to_the_end, job)
-
-    return run
-
-
-def test_resume(train, overrides_of, meshes, tmp_path):
+def test_resume(train_into, overrides_of, meshes, tmp_path):
     """A checkpoint holds only the adapters. A resume is exact on the same mesh, and exact to
     rounding on another mesh.
     """
@@ -204,7 +188,7 @@ def test_resume(train, overrides_of, meshes, tmp_path):
         "--lora.targets=o_proj, experts",
     )
     whole = tmp_path / "whole"
-    train(meshes["TP2xEP2"], whole, *overrides)
+    train_into(whole, meshes["TP2xEP2"], *overrides)
     step = whole / "checkpoint/step-2"
     assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {
         "adapter_model.safetensors"
@@ -217,7 +201,7 @@ def test_resume(train, overrides_of, meshes, tmp_path):
     def resumed(mesh):
         folder = tmp_path / mesh
         shutil.copytree(whole / "checkpoint/step-1", folder / "checkpoint/step-1")
-        train(meshes[mesh], folder, *overrides)
+        train_into(folder, meshes[mesh], *overrides)
         return folder
 
     same = resumed("TP2xEP2")
@@ -227,25 +211,25 @@ def test_resume(train, overrides_of, meshes, tmp_path):
     assert file_digest(step / adapters) != file_digest(whole / "checkpoint/step-1" / adapters)
 
 
-def test_adapters_belong_to_the_model_that_they_were_trained_on(train, overrides_of, tmp_path):
+def test_adapters_belong_to_the_model_that_they_were_trained_on(train_into, overrides_of, tmp_path):
     """peft's files do not record a run's overrides, so a resume with other overrides is refused,
     and a merge writes the run's overrides.
     """
     overrides = overrides_of("qwen3", "--training.steps=2", "--checkpoint.interval=1")
-    train(Degrees(), tmp_path / "run", *overrides, "--model.overrides.rope_theta=777")
+    train_into(tmp_path / "run", Degrees(), *overrides, "--model.overrides.rope_theta=777")
     step = tmp_path / "run/checkpoint/step-2"
     shutil.copytree(step.with_name("step-1"), tmp_path / "resumed/checkpoint/step-1")
     with pytest.raises(
         AssertionError, match=r"whose model is different: rope_theta is .*, there 777"
     ):
-        train(Degrees(), tmp_path / "resumed", *overrides)
-    train(Degrees(), tmp_path / "resumed", *overrides, "--model.overrides.rope_theta=777")
+        train_into(tmp_path / "resumed", Degrees(), *overrides)
+    train_into(tmp_path / "resumed", Degrees(), *overrides, "--model.overrides.rope_theta=777")
     export_merged(step, tmp_path / "merged", torch.float32)
     config = read_json(tmp_path / "merged/config.json")
     assert config["rope_parameters"]["rope_theta"] == 777
 
 
-def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tmp_path):
+def test_adapters_over_mxfp4_are_merged(train_into, overrides_of, base_of, meshes, tmp_path):
     """The adapters are trained on 4 ranks, each with its own blocks; transformers reads the export,
     and finds the same sums.
     """
@@ -254,7 +238,7 @@ def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tm
     expected = write_mxfp4(base, (119, 123))
     kept = ["--lora.base_dtype=mxfp4", f"--checkpoint.initial_load_path={base}"]
     steps = ["--training.steps=2", "--checkpoint.interval=2", "--lora.targets=experts"]
-    train(meshes["EP2xFSDP2"], tmp_path / "run", *overrides_of("gpt_oss", *kept, *steps))
+    train_into(tmp_path / "run", meshes["EP2xFSDP2"], *overrides_of("gpt_oss", *kept, *steps))
     step = tmp_path / "run/checkpoint/step-2"
     adapters = load_file(step / ADAPTER_FILE)
     export_merged(step, tmp_path / "merged", torch.float32)
@@ -271,24 +255,24 @@ def test_adapters_over_mxfp4_are_merged(train, overrides_of, base_of, meshes, tm
         torch.testing.assert_close(found[key], weight + delta, rtol=0, atol=1e-6)
 
 
-def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides_of, tmp_path):
+def test_a_run_begins_with_trained_adapters(train_into, run_ranks, checked, overrides_of, tmp_path):
     """The adapters are from another run or from peft. A mismatch is an error, and a resumed run
     uses its own adapters.
     """
     overrides = overrides_of(
         "qwen3_moe", "--training.steps=2", "--checkpoint.interval=1", "--lora.targets=experts"
     )
-    train(Degrees(), tmp_path / "first", *overrides)
+    train_into(tmp_path / "first", Degrees(), *overrides)
     start = tmp_path / "first/checkpoint/step-2"
     begin = [*overrides, f"--lora.init_from={start}"]
-    train(Degrees(), tmp_path / "second", *begin)
+    train_into(tmp_path / "second", Degrees(), *begin)
     first, second = (
         load_file(tmp_path / run / "checkpoint/step-2" / ADAPTER_FILE)
         for run in ("first", "second")
     )
     assert all(not torch.equal(first[name], second[name]) for name in first)
     shutil.copytree(tmp_path / "second/checkpoint/step-1", tmp_path / "resumed/checkpoint/step-1")
-    train(Degrees(), tmp_path / "resumed", *begin)
+    train_into(tmp_path / "resumed", Degrees(), *begin)
     resumed = load_file(tmp_path / "resumed/checkpoint/step-2" / ADAPTER_FILE)
     assert all(torch.equal(second[name], resumed[name]) for name in second)
 
@@ -306,4 +290,4 @@ def test_a_run_begins_with_trained_adapters(train, run_ranks, checked, overrides
         AssertionError,
         match=r"lora\.init_from: the adapters in .* have rank 4, but lora\.rank is 8",
     ):
-        train(Degrees(), tmp_path / "none", *begin, "--lora.rank=8")
+        train_into(tmp_path / "none", Degrees(), *begin, "--lora.rank=8")

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 import titanlite.features.muon
-from tests.functional.conftest import full_tensors
+from tests.functional.conftest import RELATIVE_TOLERANCE, assert_same_run, full_tensors, take_step
 from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
 
 STEPS, FEW = 3, 2
-RELATIVE_TOLERANCE = 1e-5  # 30 times the measured difference
 # AdamW moves a weight by up to lr = 5e-3 a step. A gradient's rounding error of about 5e-9 changes
 # this by at most the fraction 5e-9 / eps = 5e-4, where eps = 1e-5; in 3 steps by 3 * 5e-3 * 5e-4 =
 # 7.5e-6.
@@ -138,39 +137,14 @@ def compare(warm_run, meshes, reference):
         ranks = train_run(
             degrees, *FAMILIES[family], batch_sizes(degrees, micro_batches), *overrides, steps=steps
         )
-        for rank, many in enumerate(ranks):
-            assert_same_initial_weights(one, many)
-            assert many.losses == pytest.approx(one.losses, rel=RELATIVE_TOLERANCE), (
-                f"loss on rank {rank}"
-            )
-            assert many.grad_norms == pytest.approx(one.grad_norms, rel=RELATIVE_TOLERANCE), (
-                f"norm on rank {rank}"
-            )
-            assert many.tokens_per_expert == one.tokens_per_expert, f"counts on rank {rank}"
-        assert_same_final_weights(one, ranks[0])
+        assert_same_run(one, ranks, tolerance_of)
 
     return run
 
 
-def assert_same_initial_weights(one, many):
-    assert many.digests.keys() == one.digests.keys()
-    different = [name for name in one.digests if many.digests[name] != one.digests[name]]
-    assert not different, "initial weights are not bit-identical"
-
-
-def assert_same_final_weights(one, many):
-    assert many.weights.keys() == one.weights.keys()
-    for name, expected in one.weights.items():
-        # The bias moves by signs of integers, and inv_freq never changes.
-        exact = name.endswith((".expert_bias", ".inv_freq"))
-        if name.endswith(".tokens_per_expert"):
-            # The counts are of this rank's latest micro-batch; the global counts are compared step
-            # by step.
-            continue
-        tolerance = 0.0 if exact else WEIGHT_TOLERANCE
-        torch.testing.assert_close(
-            many.weights[name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+def tolerance_of(name):
+    # The bias moves by signs of integers, and inv_freq never changes.
+    return 0.0 if name.endswith((".expert_bias", ".inv_freq")) else WEIGHT_TOLERANCE
 
 
 # A mesh, a family, the micro-batches, and options by name or as they are written. The mesh of a
@@ -369,7 +343,7 @@ def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes
 def embedding_after_two_steps(job):
     trainer = assemble(job)
     for step in range(2):
-        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
+        take_step(trainer, step)
     return full_tensors(trainer.model)["model.embed_tokens.weight"]
 
 
