@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import NO_PRESET
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import export_merged
 from titanlite.features.tools.verify import main
@@ -19,28 +19,23 @@ from titanlite.features.verify import read_certificate
 STILL = "--optimizer.lr=1e-30"
 MESHES = {
     "1": Degrees(),
-    "FSDP2": Degrees(dp_shard=2),
     "TP2xEP2": Degrees(dp_shard=2, tp=2, ep=2),
     "PP2xEP2": Degrees(dp_shard=2, ep=2, pp=2),
 }
+FSDP2 = Degrees(dp_shard=2)
 FIXED = [
     "--lr_scheduler.warmup_steps=0",
+    "--training.local_batch_size=2",
     "--moe.expert_bias_update_rate=none",
     "--checkpoint.interval=2",
     "--checkpoint.keep_latest_k=0",
 ]
-SMALL = [
-    "--model.flavor=",
-    "--model.overrides.vocab_size=none",
-    "--model.overrides.num_layers=none",
-]
 
 
 @pytest.fixture
-def train(run_warm, checked):
+def train(train_into):
     def run(degrees, folder, *overrides):
-        job = checked(degrees, *FIXED, f"--job.dump_folder={folder}", *overrides)
-        run_warm(degrees.world_size, train_to_the_end, job)
+        train_into(folder, degrees, *FIXED, *overrides)
         return folder / "checkpoint"
 
     return run
@@ -86,11 +81,11 @@ def test_any_mesh_and_resumes_have_the_same(train, tmp_path):
 
 def test_a_resumed_run_has_the_certificate_of_the_uninterrupted_one(train, pretrained, tmp_path):
     base = pretrained("resumed", 0.1)
-    more = [*SMALL, f"--model.path={base}", "--training.steps=4"]
-    whole = train(MESHES["FSDP2"], tmp_path / "whole", *more)
+    more = [*NO_PRESET, f"--model.path={base}", "--training.steps=4"]
+    whole = train(FSDP2, tmp_path / "whole", *more)
     half = tmp_path / "half/checkpoint"
     shutil.copytree(whole.parent, tmp_path / "half", ignore=shutil.ignore_patterns("step-4"))
-    train(MESHES["FSDP2"], tmp_path / "half", *more)
+    train(FSDP2, tmp_path / "half", *more)
     one, other = (read_certificate(folder / "step-4") for folder in (whole, half))
     assert one == other and one["trained_from"]["name"] == "resumed"
     rows = one["tensors"]
@@ -111,13 +106,13 @@ def test_a_resumed_run_has_the_certificate_of_the_uninterrupted_one(train, pretr
 )
 def test_what_runs_save_is_sound(overrides, train, pretrained, tmp_path, capsys):
     base = pretrained("sound", 0.1)
-    more = [*SMALL, f"--model.path={base}", *overrides]
-    folder = train(MESHES["1"], tmp_path / "run", *more, "--training.steps=4")
+    more = [*NO_PRESET, f"--model.path={base}", *overrides]
+    folder = train(MESHES["1"], tmp_path / "run", *more, "--training.steps=2")
     for arguments in ([], ["--base", str(base)]):
         code = main([str(tmp_path / "run"), *arguments])
         assert code == 0, capsys.readouterr().out
     if "--lora.rank=4" in overrides:
-        export_merged(folder / "step-4", tmp_path / "merged", torch.float32, str(base))
+        export_merged(folder / "step-2", tmp_path / "merged", torch.float32, str(base))
         code = main([str(tmp_path / "merged"), "--base", str(base)])
         shown = capsys.readouterr().out
         assert code == 0 and "attention" in shown, shown

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import titanlite.assemble
 import titanlite.train_step
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import take_step, weekly
 from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
@@ -150,8 +150,8 @@ def expected_step(job, step):
     ("mesh", "family"),
     [
         (Degrees(), QWEN3),
-        pytest.param("TP2xFSDP2", QWEN3, marks=pytest.mark.full),
-        pytest.param("TP2xEP2", [], marks=pytest.mark.full),
+        weekly("TP2xFSDP2", QWEN3),
+        weekly("TP2xEP2", []),
         ("CP2xTP2", []),
         ("PP2xFSDP2", []),
         ("EP2xFSDP2", TRANSFORMERS),
@@ -179,7 +179,7 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
             step(optimizer, finite)
 
         titanlite.train_step.step_if_finite = look
-        result = trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
+        result = take_step(trainer, 0)
         metrics = dict(
             zip(trainer.parts.stepper.objective.metric_names, result.metrics.tolist(), strict=True)
         )
@@ -207,32 +207,23 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
         assert error <= BOUND, f"{name}: {error:.1e}"
 
 
-@pytest.fixture
-def train(run_warm, checked):
-    def run(degrees, folder, *overrides):
-        local = f"--training.local_batch_size={ROWS // degrees.dp}"
-        job = checked(
-            degrees, *DPO, local, f"--job.dump_folder={folder}", "--training.steps=4", *overrides
-        )
-
-        return run_warm(degrees.world_size, train_to_the_end, job)
-
-    return run
-
-
-def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
+def test_resumed_run_has_the_same_reference(train_into, meshes, tmp_path):
     """The reference is the initial model, which is built again, and not the resumed model."""
     overrides = [
+        *DPO,
+        *QWEN3,
+        "--training.local_batch_size=4",
+        "--training.steps=4",
         "--checkpoint.interval=2",
         "--validation.enable=true",
         "--validation.freq=2",
         "--optimizer.lr=1e-2",
     ]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    train(meshes["TP2xFSDP2"], whole, *QWEN3, *overrides)
+    train_into(whole, meshes["TP2xFSDP2"], *overrides)
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoint/step-4")
-    train(meshes["TP2xFSDP2"], resumed, *QWEN3, *overrides)
+    train_into(resumed, meshes["TP2xFSDP2"], *overrides)
     name = "checkpoint/step-4/model.safetensors"
     assert file_digest(whole / name) == file_digest(resumed / name)
     one, other = (read_certificate(folder / "checkpoint/step-4") for folder in (whole, resumed))
@@ -243,9 +234,7 @@ def test_resumed_run_has_the_same_reference(train, meshes, tmp_path):
     assert all(word in text for word in ("rewards/accuracy", "rewards/margin", "loss/validation"))
 
 
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(
-    run_warm, checked, pretrained, tmp_path
-):
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(train_into, pretrained, tmp_path):
     """Each training forward contains a reference forward, which has adapters off and no gradients,
     and goes through the stages too.
     """
@@ -266,8 +255,7 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(
             "--training.local_batch_size=2",
             "--training.steps=2",
         ]
-        job = checked(degrees, *DPO, *lora, *validation, *sizes, f"--job.dump_folder={folder}")
-        run_warm(degrees.world_size, train_to_the_end, job)
+        train_into(folder, degrees, *DPO, *lora, *validation, *sizes)
         found.append(read_lines(folder / "metrics.jsonl"))
     one, many = found
     assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {

@@ -10,6 +10,7 @@ import pytest
 from files import read_json, read_lines
 from transformers import AutoTokenizer
 
+from tests.functional.conftest import weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
@@ -65,7 +66,7 @@ def get_path(examples):
     )[2]
 
 
-@pytest.mark.parametrize("sources", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sources", [True, weekly(False)])
 def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, tmp_path, sources):
     if sources:
         path = get_path(examples)
@@ -87,9 +88,9 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, t
             ),
             *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
         ]
-    whole = train(Degrees(dp_shard=4, ep=2), tmp_path / "whole", *examples)
+    whole = train(Degrees(dp_shard=2, ep=2), tmp_path / "whole", *examples)
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")
-    resumed = train(Degrees(dp_shard=2), tmp_path / "resumed", *examples)
+    resumed = train(Degrees(), tmp_path / "resumed", *examples)
     assert global_batches(resumed) == global_batches(whole)[2:]
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "whole")[2:], rel=1e-4)
     if sources:

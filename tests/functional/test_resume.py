@@ -10,7 +10,7 @@ import torch
 from files import file_digest, read_lines
 from safetensors.torch import load_file
 
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import NO_PRESET, weekly
 from tests.saving import whole as all_values
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
@@ -23,6 +23,9 @@ TWO = Degrees(dp_shard=2)  # for tests that do not depend on the mesh
 DOTS1 = ["--model.name=dots1"]
 MUON = ["--optimizer.name=Muon"]
 QWEN3_5 = ["--model.name=qwen3_5_moe_text", "--checkpoint.export_dtype=bfloat16"]
+QWEN3_5 += ["--training.deterministic=true"]
+# Shards have unequal sizes, and some are empty.
+UNEVEN = ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"]
 NEXT = ["--model.name=qwen3_next", "--moe.aux_loss_coeff=0.01"]
 SCHEDULE = [
     f"--training.steps={ALL}",
@@ -32,17 +35,14 @@ SCHEDULE = [
 
 
 @pytest.fixture
-def train(run_warm, checked):
+def train(train_into):
     """`train(degrees, folder, *overrides)`: a whole `Trainer.train` on the ranks of this file; it
-    resumes from `folder`.
-
-    test_determinism.py resumes in new processes, and test_end_to_end.py with a new launch.
+    resumes from `folder`. test_end_to_end.py resumes with a new launch.
     """
 
     def run(degrees, folder, *overrides):
         whole_batch = f"--training.local_batch_size={8 // degrees.dp}"
-        job = checked(degrees, *SCHEDULE, whole_batch, f"--job.dump_folder={folder}", *overrides)
-        run_warm(degrees.world_size, train_to_the_end, job)
+        train_into(folder, degrees, *SCHEDULE, whole_batch, *overrides)
 
     return run
 
@@ -99,10 +99,10 @@ def contents(folder, step):
         ("FSDP4", ["--training.dtype=bfloat16", "--optimizer.implementation=foreach"]),
         ("HSDP2xTP2xEP2", MUON),
         ("CP2xTP2xEP4", []),
-        ("PP2xTP2xEP2", ["--training.local_batch_size=1"]),
+        ("PP2xTP2xEP2", []),
         ("PP2xFSDP2", ["--checkpoint.async_mode=async", "--training.local_batch_size=1", *DOTS1]),
-        pytest.param("EP2xFSDP2", [*NEXT, *MUON], marks=pytest.mark.full),
-        pytest.param("TP2xEP2", ["--model.name=gpt_oss", *MUON], marks=pytest.mark.full),
+        weekly("EP2xFSDP2", [*NEXT, *MUON]),
+        weekly("TP2xEP2", ["--model.name=gpt_oss", *MUON]),
         ("EP2xFSDP2", ["--model.implementation=transformers", "--moe.expert_bias_update_rate=0"]),
         ("TP2xEP2", QWEN3_5),
     ],
@@ -148,22 +148,22 @@ def test_momentum_of_muon_moves_to_another_mesh(train, halfway, meshes):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "overrides"),
     [
-        ("FSDP4", "TP2xEP2"),
-        pytest.param("HSDP2xTP2xEP2", "EP4", marks=pytest.mark.full),
-        ("FSDP4", Degrees()),
-        ("CP2xEP2", "TP2xFSDP2"),
-        ("PP2xTP2xEP2", "EP2xFSDP2"),
-        pytest.param("PP2xFSDP2", Degrees(), marks=pytest.mark.full),
+        weekly("FSDP4", "TP2xEP2", []),
+        weekly("HSDP2xTP2xEP2", "EP4", []),
+        ("FSDP4", Degrees(), UNEVEN),
+        ("CP2xTP2xEP4", "TP2xFSDP2", []),
+        ("PP2xTP2xEP2", "EP2xFSDP2", []),
+        weekly("PP2xFSDP2", Degrees(), []),
     ],
     ids=str,
 )
 def test_resumed_on_another_mesh_or_world_size_the_loss_is_the_same(
-    train, halfway, meshes, before, after
+    train, halfway, meshes, before, after, overrides
 ):
-    whole, resumed = halfway(meshes[before])
-    train(meshes[after] if isinstance(after, str) else after, resumed)
+    whole, resumed = halfway(meshes[before], *overrides)
+    train(meshes[after] if isinstance(after, str) else after, resumed, *overrides)
     # Ranks add float32 numbers in another order; see test_parity_ladder.py.
     assert losses(resumed, 1) == pytest.approx(losses(whole, HALF + 1), rel=1e-5)
     assert len(losses(resumed, 1)) == ALL - HALF
@@ -249,11 +249,9 @@ def test_initial_load_path_begins_at_step_0_with_those_weights(
     source = whole / f"checkpoint/step-{ALL}"
     job = checked(
         meshes["TP2xEP2"],
-        "--model.flavor=",
+        *NO_PRESET,
         f"--job.dump_folder={tmp_path / 'new'}",
         f"--checkpoint.initial_load_path={source}",
-        "--model.overrides.vocab_size=none",
-        "--model.overrides.num_layers=none",
     )
     bias = load_file(source / "titanlite/expert_bias.safetensors")
 

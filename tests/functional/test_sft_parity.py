@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.functional.conftest import NO_PRESET, take_step, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX, Batch
 
 ROOT = Path(__file__).parents[2]
-STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 20, 8, 2e-3, (0.9, 0.95), 0.1, 1.0
+STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 6, 8, 1e-2, (0.9, 0.95), 0.1, 1.0
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +109,11 @@ def plain_losses():
     ("mesh", "packing"),
     [
         ("one", "true"),
-        pytest.param("one", "false", marks=pytest.mark.full),
+        weekly("one", "false"),
         ("TP2xEP2", "true"),
     ],
 )
-def test_twenty_steps_are_those_of_a_plain_loop(
+def test_steps_are_those_of_a_plain_loop(
     run_ranks,
     checked,
     meshes,
@@ -126,11 +127,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
     degrees = Degrees() if mesh == "one" else meshes[mesh]
     job = checked(
         degrees,
-        *(
-            "--model.flavor=",
-            "--model.overrides.vocab_size=none",
-            "--model.overrides.num_layers=none",
-        ),
+        *NO_PRESET,
         *(
             f"--checkpoint.initial_load_path={model_folder}",
             "--data.dataset=examples",
@@ -158,10 +155,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(
 
     def rank_main():
         trainer = assemble(job)
-        return [
-            trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step)).loss.item()
-            for step in range(STEPS)
-        ]
+        return [take_step(trainer, step).loss.item() for step in range(STEPS)]
 
     def global_batches():
         # One process reads all batches that the ranks read together.
