@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.functional.conftest import NO_PRESET, take_step, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives
@@ -88,7 +89,7 @@ def measure(checked):
     trainer.parts.stepper.unreached = []  # otherwise the first step asks all ranks, once in a run
     trainer.parts.stepper.optimizer.zero_grad = look_then_zero  # type: ignore[method-assign]
     with calls_of(trainer) as calls, FlopCounterMode(display=False) as flops:
-        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
+        take_step(trainer, 0)
     states = [
         value
         for state in trainer.parts.stepper.optimizer.state.values()
@@ -168,34 +169,22 @@ def compare(checked, ranks, *, balanced):
     return traces
 
 
-def test_plan_of_tensor_and_expert_parallel_with_uneven_shards(checked, run_ranks):
+def test_plan_of_pieces_of_sequences_with_uneven_shards(checked, run_ranks):
+    overrides = ["--activation_checkpoint.mode=selective", "--moe.aux_loss_coeff=1e-3"]
     job = checked(
-        Degrees(dp_shard=2, tp=2, ep=2),
-        "--training.local_batch_size=2",
-        "--moe.aux_loss_coeff=1e-3",
+        Degrees(dp_shard=1, cp=2, tp=2, ep=2), *overrides, "--training.global_batch_size=2"
     )
     ranks = run_ranks(4, lambda: measure(job))
     traces = compare(job, ranks, balanced=False)
     assert traces[0].padding != traces[-1].padding  # 155 rows of vocabulary over two ranks
 
 
-def test_plan_of_pieces_of_sequences(checked, run_ranks):
-    overrides = ["--activation_checkpoint.mode=selective", "--training.global_batch_size=2"]
-    job = checked(Degrees(dp_shard=1, cp=2, tp=2, ep=2), *overrides)
-    ranks = run_ranks(4, lambda: measure(job))
-    compare(job, ranks, balanced=False)
-
-
 @pytest.mark.parametrize(
     ("degrees", "overrides"),
     [
-        pytest.param(Degrees(dp_shard=2, pp=2), [], marks=pytest.mark.full),
+        weekly(Degrees(dp_shard=2, pp=2), []),
         (Degrees(dp_replicate=2, pp=2), ["--activation_checkpoint.mode=full"]),
-        pytest.param(
-            Degrees(tp=2, ep=2, pp=2),
-            ["--parallelism.fsdp_once_per_step=true"],
-            marks=pytest.mark.full,
-        ),
+        weekly(Degrees(tp=2, ep=2, pp=2), ["--parallelism.fsdp_once_per_step=true"]),
         (Degrees(dp_replicate=2, dp_shard=2), ["--parallelism.fsdp_once_per_step=true"]),
     ],
     ids=str,
@@ -241,15 +230,13 @@ def test_plan_of_adapters_on_a_checkpoint(checked, run_ranks, pretrained):
     """Weights that are stored quantized are read and encoded; the other weights are read
     unchanged.
     """
-    cleared = (
-        "--model.flavor=",
-        "--model.overrides.vocab_size=none",
-        "--model.overrides.num_layers=none",
-    )
     path = f"--checkpoint.initial_load_path={pretrained('base', 0.1)}"
     lora = ("--lora.rank=4", "--moe.expert_bias_update_rate=none", "--lora.base_dtype=nf4", path)
     job = checked(
-        Degrees(dp_replicate=2, dp_shard=2), *cleared, *lora, "--training.global_batch_size=4"
+        Degrees(dp_replicate=2, dp_shard=2),
+        *NO_PRESET,
+        *lora,
+        "--training.global_batch_size=4",
     )
     ranks = run_ranks(4, lambda: measure(job))
     compare(job, ranks, balanced=True)
