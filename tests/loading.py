@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titanlite.assemble import build_model
@@ -24,6 +25,12 @@ def load(folder, implementation="auto", **settings):
     model = build_model(any_model_config_from_hf(folder, "test", implementation))
     materialize(model, "cpu", HFFormat(section, ModelSection()).initial_sources(model))
     return model.eval()
+
+
+def stored(folder):
+    """Return all tensors of the model in `folder`, from all its files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def refusal(folder, implementation="auto"):

@@ -3,7 +3,6 @@ and loads.
 """
 
 import errno
-import logging
 import math
 import os
 import random
@@ -26,9 +25,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 import titanlite.rank
+from tests.functional.conftest import weekly
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
-from titanlite.base.log import logger
 from titanlite.checkpoint import commit, train_state
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
 from titanlite.config import load_config
@@ -176,7 +175,7 @@ def is_late(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
+@pytest.mark.parametrize("mode", [weekly("disabled"), "async"])
 def test_random_kills_leave_complete_checkpoints(checked, tmp_path, monkeypatch, mode):
     """Kill one of 2 to 4 ranks, or all of them, while they do nothing but save; check the folder
     and start again, until enough kills were inside a save.
@@ -485,30 +484,6 @@ def test_failed_save_is_one_error_on_all_ranks(run_ranks, checked, saved, mode):
     assert_holds(folder / "step-3", 3)
 
 
-def test_failed_background_save_ends_all_ranks_at_one_step(run_ranks, checked, saved):
-    """`Trainer.train` runs, and the disk is full from the second save on."""
-    folder = saved("run")
-    job = checked(
-        FSDP2,
-        *SMALL,
-        "--checkpoint.async_mode=async",
-        "--checkpoint.interval=2",
-        "--training.steps=40",
-    )
-    before = folder_digests(folder)
-
-    def rank_main():
-        trainer = build_trainer(job)
-        with broken(1, os, "pwritev", errno.ENOSPC, 3), pytest.raises(CheckpointError) as raised:
-            trainer.train()
-        return trainer.step, str(raised.value)
-
-    first, second = run_ranks(2, rank_main, timeout_s=60)
-    assert first == second
-    assert 4 <= first[0] < 40 and "No space left on device" in first[1] and "step-4" in first[1]
-    assert folder_digests(folder) == before and hidden(folder) == []
-
-
 def test_background_save_is_finished_when_training_fails(config_file, tmp_path, monkeypatch):
     """The loss is not finite at step 2, while step 1, which is valid, is still being written."""
     arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
@@ -567,74 +542,11 @@ def test_removal_that_fails_is_the_same_on_all_ranks(run_ranks, checked, saved, 
 # --- damaged checkpoints
 
 
-def start(job):
-    """Build a trainer as a new run does; return its step, the error, and the warnings of
-    checkpoints that were passed over.
-    """
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logger.addHandler(handler)
-    began, error, step = time.monotonic(), "", -1
-    try:
-        trainer = build_trainer(job)
-        step = trainer.step
-        assert not step or wrong_values(trainer, step) == 0
-    except CheckpointError as raised:
-        error = str(raised)
-    logger.removeHandler(handler)
-    assert time.monotonic() - began < SECONDS
-    return step, error, [text for text in warnings if "passed over" in text]
-
-
-@pytest.fixture
-def start_all(run_ranks, checked):
-    """`start_all(overrides, sabotage)` -> the result of `start` on each of 2 ranks; `sabotage()`
-    runs on each rank first.
-    """
-
-    def run(overrides, sabotage=lambda: None):
-        job = checked(FSDP2, *SMALL, *overrides)
-
-        def rank_main():
-            sabotage()
-            return start(job)
-
-        found = run_ranks(2, rank_main, timeout_s=60)
-        assert found[0][:2] == found[1][:2], "the same on all ranks"
-        return found
-
-    return run
-
-
-def flip_bit(path, offset=-5):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-def test_damaged_byte_is_found_by_its_checksum(start_all, saved):
-    folder = saved("run")
-    flip_bit(folder / "step-2" / OPTIMIZER)
-    before = folder_digests(folder)
-    error = start_all(["--checkpoint.load_step=2"])[0][1]
-    assert str(folder / "step-2") in error and OPTIMIZER in error and "checksum" in error
-    assert folder_digests(folder) == before and hidden(folder) == []
-
-    (step, _, (warning,)), (_, _, warnings) = start_all([])
-    assert step == 1, "the one before"
-    assert warnings == [], "said once"
-    assert (
-        f"{folder / 'step-2'} is passed over: {OPTIMIZER}: its bytes are not those that were saved"
-        in warning
-    )
-    assert folder_digests(folder) == before
-
-
-def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):
+def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(run_ranks, checked, saved):
     path = saved("run") / "step-2" / MODEL
+    job = checked(FSDP2, *SMALL)
 
-    def sabotage():
+    def rank_main():
         original = os.preadv
 
         def preadv(descriptor, buffers, offset):
@@ -643,9 +555,9 @@ def test_file_cut_off_while_one_rank_reads_is_an_error_on_all(start_all, saved):
 
         if dist.get_rank() == 1:
             os.preadv = preadv
+        with pytest.raises(CheckpointError) as raised:
+            build_trainer(job)
+        return str(raised.value)
 
-    error = start_all([], sabotage)[0][1]
-    assert str(path) in error and "cut off" in error, error
-
-
-# --- kept checkpoints
+    first, second = run_ranks(2, rank_main, timeout_s=60)
+    assert first == second and str(path) in first and "cut off" in first

@@ -14,6 +14,7 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.functional.conftest import weekly
 from tests.loading import EVERY_FAMILY, hf_checkpoint
 from tests.saving import save_hf_model
 from tests.unit.checkpoint.test_hf_model import split_experts
@@ -30,10 +31,20 @@ FAMILIES = EVERY_FAMILY | {
     "uneven": ["--model.overrides.num_experts=6", "--model.overrides.hidden_size=66"],
     "few experts": ["--model.overrides.num_experts=2", "--model.overrides.top_k=1"],
 }
-# One process, and meshes that shard on each axis. A model without experts uses none of the meshes
-# with an ep axis.
-FEW_MESHES = ["1", "TP2xFSDP2", "HSDP2xTP2xEP2"]
-EVERY_MESH = [*FEW_MESHES, "HSDP2x2", "FSDP4", "EP4", "EP2xFSDP2", "TP2xEP2", "TP2xEP4", "DDP4"]
+# One process, and meshes that shard on each axis, for models with experts and for others.
+FEW_MESHES = {True: ["1", "HSDP2xTP2xEP2"], False: ["1", "TP2xFSDP2"]}
+EVERY_MESH = [
+    "1",
+    "TP2xFSDP2",
+    "HSDP2xTP2xEP2",
+    "HSDP2x2",
+    "FSDP4",
+    "EP4",
+    "EP2xFSDP2",
+    "TP2xEP2",
+    "TP2xEP4",
+    "DDP4",
+]
 EVERY_MESH += ["CP2xTP2xEP4", "PP2xTP2xEP2"]
 ON_EVERY_MESH = ("qwen3_moe", "qwen3 untied")
 
@@ -78,7 +89,7 @@ def test_round_trip_is_bit_identical_on_meshes(run_ranks, checked, meshes, tmp_p
     degrees = {"1": Degrees(), **meshes}
     one, *others = jobs = {
         name: checked(degrees[name], *overrides)
-        for name in (EVERY_MESH if family in ON_EVERY_MESH else FEW_MESHES)
+        for name in (EVERY_MESH if family in ON_EVERY_MESH else FEW_MESHES[config.num_experts > 0])
         if config.num_experts or degrees[name].ep == 1
     }
 
@@ -172,7 +183,7 @@ def wide(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "overrides", "dtype"),
     [
-        ("TP2xEP4", WIDE, torch.bfloat16),
+        weekly("TP2xEP4", WIDE, torch.bfloat16),
         ("EP2xFSDP2", WIDE, torch.float32),
         ("FSDP4", WIDE_TIED, torch.bfloat16),
     ],
@@ -225,7 +236,7 @@ def test_no_rank_ever_holds_more_than_its_shards(
 @pytest.mark.parametrize(
     ("mesh", "family"),
     [
-        ("FSDP4", "qwen3_moe"),
+        weekly("FSDP4", "qwen3_moe"),
         ("TP2xEP4", "deepseek_v3"),
         ("TP2xEP2", "qwen3_5_moe_text"),
     ],

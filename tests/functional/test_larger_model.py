@@ -9,9 +9,10 @@ import torch
 import transformers
 from files import read_json, write_json
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.loading import refusal
+from tests.functional.conftest import weekly
+from tests.loading import refusal, stored
 from tests.unit.checkpoint.test_hf_model import split_experts
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
@@ -54,15 +55,6 @@ MORE = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype":
 # The steps are large enough to change a bfloat16 number near 1.
 IN_BFLOAT16 = ["--checkpoint.export_dtype=bfloat16", "--optimizer.lr=1e-2"]
 FAMILIES = {"qwen3_5": {"intermediate_size": 96}, "qwen3_5_moe": {**EXPERTS, "mlp_only_layers": []}}
-
-
-def stored(folder):
-    """Return all tensors of the model in `folder`, from all its files."""
-    return {
-        key: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, tensor in load_file(path).items()
-    }
 
 
 @pytest.fixture
@@ -146,11 +138,9 @@ def load(folder, auto="AutoModelForImageTextToText"):
 @pytest.mark.parametrize(
     ("model_type", "form", "settings"),
     [
-        pytest.param(
-            *("qwen3_5", {}, ["--parallelism.tensor_parallel_degree=2"]), marks=pytest.mark.full
-        ),
+        weekly("qwen3_5", {}, ["--parallelism.tensor_parallel_degree=2"]),
         ("qwen3_5", {"tied": True, "dtype": torch.bfloat16}, IN_BFLOAT16),
-        ("qwen3_5_moe", {"is_fused": False}, []),
+        weekly("qwen3_5_moe", {"is_fused": False}, []),
         (
             "qwen3_5_moe",
             {"tied": True, "is_base": True},

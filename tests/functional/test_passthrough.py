@@ -10,7 +10,7 @@ import transformers
 from files import read_json
 from safetensors.torch import load_file, save_file
 
-from tests.functional.conftest import train_to_the_end
+from tests.loading import stored
 from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
 from titanlite.config import load_config
@@ -21,15 +21,6 @@ from titanlite.preflight import check
 LAYER = "model.layers.3."
 EMBEDDING, HEAD = f"{LAYER}embed_tokens.weight", f"{LAYER}shared_head.head.weight"
 GLM = ("--model.name=glm4_moe", "--model.overrides.num_layers=3")
-
-
-def stored(folder):
-    """Return all tensors of the model in `folder`, from all its files."""
-    return {
-        key: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, tensor in load_file(path).items()
-    }
 
 
 def prediction_layer(tensors, dtype=torch.bfloat16):
@@ -65,12 +56,11 @@ def follows(got, base):
 
 
 @pytest.fixture
-def train(run_warm, checked, tmp_path):
+def train(train_into, tmp_path):
     """`train(degrees, *overrides)` in one run's folder; returns its newest checkpoint."""
 
     def run(degrees, *overrides):
-        job = checked(degrees, *overrides)
-        run_warm(degrees.world_size, train_to_the_end, job)
+        train_into(tmp_path / "run", degrees, *overrides)
         return max(
             (tmp_path / "run/checkpoint").glob("step-*"),
             key=lambda path: int(path.name.partition("-")[2]),
