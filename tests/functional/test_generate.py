@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.functional.conftest import weekly
 from tests.loading import EVERY_FAMILY, hf_checkpoint, save_random_model
 from titanlite.assemble import shard
 from titanlite.config import load_config
@@ -37,10 +38,7 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {
-        *("qwen3_moe", "yarn", "llama", "deepseek_v3", "qwen3_next", "qwen3_5_text"),
-        *("ministral", "gpt_oss"),
-    },
+    "CP2xTP2": {"qwen3_moe", "yarn", "deepseek_v3", "qwen3_next", "gpt_oss"},
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }
@@ -107,11 +105,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("one", "TP2xEP2", "CP2xTP2", "PP2xCP2"),
-        *(
-            pytest.param(mesh, marks=pytest.mark.full)
-            for mesh in ("FSDP4", "TP2xFSDP2", "PP2xTP2xEP2")
-        ),
+        *("one", "CP2xTP2", "PP2xCP2"),
+        *(weekly(mesh) for mesh in ("FSDP4", "TP2xFSDP2", "TP2xEP2", "PP2xTP2xEP2")),
     ],
 )
 def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, mesh):
@@ -148,7 +143,7 @@ def test_the_reference_is_no_constant(references):
         assert max(len(set(tokens)) for tokens in reference.tokens) > 4, family
 
 
-@pytest.mark.parametrize("mesh", ["CP2xEP2", pytest.param("FSDP4", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mesh", ["CP2xEP2", weekly("FSDP4")])
 def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
     """A prompt's draws depend on its number and the seed alone, not on mesh or batch."""
     sampling = Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=5)
@@ -167,12 +162,11 @@ def test_draws_are_those_of_one_process(run_ranks, load, meshes, mesh):
     assert sum(a != b for a, b in zip(one, other, strict=True)) > 3
 
 
-@pytest.mark.parametrize("mesh", ["one", "TP2xFSDP2"])
-def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, meshes, mesh):
+def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, meshes):
     """Rows end at different steps on different ranks; the remaining rows continue to their own
     end.
     """
-    degrees = Degrees() if mesh == "one" else meshes[mesh]
+    degrees = meshes["TP2xFSDP2"]
     expected = references["llama"].tokens
     ends = {expected[0][3], expected[3][7]}
     cut = [next((i for i, token in enumerate(tokens) if token in ends), NEW) for tokens in expected]
@@ -195,9 +189,7 @@ def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, mesh
         assert [continuation.ended for continuation in found] == [end < NEW for end in cut]
 
 
-@pytest.mark.parametrize(
-    "mesh", ["PP2xTP2xEP2", pytest.param("CP2xTP2xEP4", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("mesh", ["PP2xTP2xEP2", weekly("CP2xTP2xEP4")])
 def test_a_model_without_a_cache_gives_the_same_tokens(run_ranks, references, load, meshes, mesh):
     degrees = meshes[mesh]
 

@@ -27,7 +27,8 @@ from titanlite.preflight import check
 # The models in which the top-level flag wins, either flag wins, or the class's default is True, and
 # models without text_config.
 TYPES = ("qwen2_5_vl", "gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "qwen3", "gemma3_text")
-WEEKLY = ("gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25")  # composite, as the first
+# Composite, as the first, and a text model like qwen3.
+WEEKLY = ("gemma3", "mistral3", "qwen3_vl_moe", "kimi_k25", "gemma3_text")
 FLAGS = (True, False, None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from files import read_lines
-from tiny_transformers import ALL_MODELS, VOCAB_SIZE, save_tiny, save_tiny_llava
+from tiny_transformers import VOCAB_SIZE, save_tiny, save_tiny_llava
 
 from tests.saving import whole
 from titanlite.assemble import assemble
@@ -43,7 +43,7 @@ def tokens():
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, tokens):
     found = {}
-    for name in ALL_MODELS:
+    for name, _ in MESHES.values():
         folder = tmp_path_factory.mktemp(name)
         reference = save_tiny(name, folder)
         with torch.no_grad():
@@ -75,10 +75,8 @@ BOUND = 1e-5
 # large as real gradients do.
 EPS = 1e-3
 MESHES = {
-    "FSDP4": ("qwen3", ["--parallelism.data_parallel_shard_degree=4"]),
     "FSDP4, recomputed": ("gemma3_text", ["--activation_checkpoint.mode=full"]),
     "HSDP2x2": ("phi", ["--parallelism.data_parallel_replicate_degree=2"]),
-    "EP2xFSDP2": ("mixtral", ["--parallelism.expert_parallel_degree=2"]),
     "EP4, recomputed": (
         "deepseek_v3",
         ["--parallelism.expert_parallel_degree=4", "--activation_checkpoint.mode=full"],
@@ -236,7 +234,7 @@ def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
         "--data.dataset=images",
         f"--data.path={tmp_path / 'chats.jsonl'}",
         f"--job.dump_folder={tmp_path / 'run'}",
-        *("--training.steps=40", "--training.local_batch_size=2", "--optimizer.lr=1e-2"),
+        *("--training.steps=12", "--training.local_batch_size=2", "--optimizer.lr=2e-2"),
         *(
             "--lr_scheduler.warmup_steps=0",
             "--metrics.log_freq=1",
@@ -247,7 +245,7 @@ def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
     run_ranks(2, lambda: assemble(job).train())
     points = read_lines(tmp_path / "run/metrics.jsonl")
     losses = [point["loss/train"] for point in points if "loss/train" in point]
-    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     length = job.job.training.seq_len
     trained = {
         round(length * (1 - point["data/padding"]), 6)
@@ -257,7 +255,7 @@ def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
     assert len(trained) == 1 and trained < set(range(1, length)), (
         "rows of equally many tokens, and padding"
     )
-    folder = tmp_path / "run/checkpoint/step-40"
+    folder = tmp_path / "run/checkpoint/step-12"
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "LlavaProcessor"

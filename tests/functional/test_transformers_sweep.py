@@ -9,14 +9,25 @@ import pytest
 import sweep_training
 import sweep_transformers
 
-DISTINCT = ["qwen3_5_moe", "gemma4", "gpt_oss", "deepseek_v4", "nemotron_h", "llama4_text"]
+from tests.functional.conftest import weekly
+
+DISTINCT = ["gemma4", "gpt_oss", "deepseek_v4", "nemotron_h"]
 # Each of these families has layers like another family's.
-OTHERS = ["mixtral", "qwen3_next", "gemma3", "kimi_k25", "granitemoehybrid", "minimax_m2"]
+OTHERS = [
+    "mixtral",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "llama4_text",
+    "gemma3",
+    "kimi_k25",
+    "granitemoehybrid",
+    "minimax_m2",
+]
 OTHERS += ["llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_5", "gemma2"]
 OTHERS += ["phi3", "deepseek_v3", "glm4_moe", "olmo3", "cohere2"]
 
 
-@pytest.mark.parametrize("families", [DISTINCT, pytest.param(OTHERS, marks=pytest.mark.full)])
+@pytest.mark.parametrize("families", [DISTINCT, weekly(OTHERS)])
 @pytest.mark.slow
 def test_families_train_on_two_ranks(run_ranks, tmp_path, families):
     """Losses of two steps to 1e-6, gradients to 1e-4; transformers reads the whole checkpoint, bit

@@ -2,7 +2,7 @@
 """Does titanlite take every model of transformers? Builds each one tiny, and compares titanlite
 with transformers.
 
-    python tests/sweep/sweep_transformers.py [TYPE ...] [--part 2/8] [--stages reads,builds,probes]
+    python tests/sweep/sweep_transformers.py [TYPE ...] [--stages reads,builds,probes]
 
 Every causal and image-text class of the installed transformers gets a configuration shrunk so that
 each kind of layer is there, and random weights. A stage is a function of `STAGES` that returns one
@@ -468,7 +468,6 @@ def main():
     """Print a line for each case, and the table; 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types; none: all")
-    parser.add_argument("--part", default="1/1", help="I/N: every Nth case, from the Ith on")
     parser.add_argument(
         "--sample", type=int, default=0, help="so many cases, others with each version; 0: all"
     )
@@ -478,9 +477,8 @@ def main():
         "--results", type=Path, help="file of lines in JSON, to which each case's is added"
     )
     given = parser.parse_args()
-    number, parts = map(int, given.part.split("/"))
     stages = tuple(stage for stage in STAGES if stage.__name__ in given.stages.split(","))
-    chosen = cases(given.types or None)[number - 1 :: parts]
+    chosen = cases(given.types or None)
     if given.sample:
         chosen = random.Random(f"{titanlite.__version__} {transformers.__version__}").sample(
             chosen, given.sample
