@@ -52,6 +52,13 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def assert_same_bits(run, expected, runs=20):
+    for number in range(runs):
+        pairs = zip(run(), expected, strict=True)
+        different = [place for place, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        assert different == [], f"run {number}"
+
+
 @pytest.fixture
 def losses_of(checked):
     """`losses_of(*overrides)`: the losses of 5 steps on one GPU, in this process (forked ranks
@@ -61,6 +68,7 @@ def losses_of(checked):
     def run(*overrides):
         configuration = checked(Degrees(), *overrides)
         trainer = assemble(configuration)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         losses = []
         for step in range(5):
             batches = [
@@ -75,24 +83,19 @@ def losses_of(checked):
     return run
 
 
-def test_bfloat16_follows_float32(losses_of):
-    exact = losses_of("--training.mixed_precision_param=float32")
+def test_precision_attention_and_offload_train_alike(losses_of):
+    float32 = "--training.mixed_precision_param=float32"
+    exact = losses_of(float32)
+    # AdamW on the CPU rounds in another order.
+    assert losses_of(float32, "--training.enable_cpu_offload=true") == pytest.approx(
+        exact, rel=1e-5
+    )
+    bfloat16 = "--training.mixed_precision_param=bfloat16"
+    varlen = losses_of(bfloat16)  # "auto"
     # bfloat16 rounds activations and weights to 8 bits: 0.4 % each, averaged over thousands of
     # tokens.
-    assert losses_of("--training.mixed_precision_param=bfloat16") == pytest.approx(exact, rel=1e-2)
-
-
-def test_cpu_offload_changes_nothing(losses_of):
-    kept = losses_of("--training.mixed_precision_param=float32")
-    offloaded = losses_of(
-        "--training.mixed_precision_param=float32", "--training.enable_cpu_offload=true"
-    )
-    assert offloaded == pytest.approx(kept, rel=1e-5)  # AdamW on the CPU rounds in another order
-
-
-def test_varlen_attention_equals_sdpa(losses_of):
-    sdpa = losses_of("--training.mixed_precision_param=bfloat16", "--model.attention_backend=sdpa")
-    varlen = losses_of("--training.mixed_precision_param=bfloat16")  # "auto"
+    assert varlen == pytest.approx(exact, rel=1e-2)
+    sdpa = losses_of(bfloat16, "--model.attention_backend=sdpa")
     assert varlen == pytest.approx(sdpa, rel=5e-3)  # both round to bfloat16, at other places
     assert varlen != sdpa
 
@@ -118,14 +121,6 @@ def test_deterministic_runs_have_the_same_bits(losses_of, attention):
         torch.are_deterministic_algorithms_enabled()
         and not torch.backends.cuda.mem_efficient_sdp_enabled()
     )
-
-
-def test_attention_never_takes_cudnn(checked):
-    configuration = checked(Degrees())
-    trainer = assemble(configuration)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    trainer.metrics.close()
-    dist.destroy_process_group()
 
 
 def test_sums_of_two_byte_products_are_float32():
@@ -257,14 +252,7 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
         return [h, kept, dz, *others, dgate_up]
 
     expected = products(copied_x, copied_dout, None)
-    for run in range(100):
-        gathered = products(x, dout, token)
-        different = [
-            i
-            for i, (a, b) in enumerate(zip(gathered, expected, strict=True))
-            if not torch.equal(a, b)
-        ]
-        assert different == [], f"run {run}"
+    assert_same_bits(lambda: products(x, dout, token), expected, runs=100)
 
 
 def test_gated_delta_kernels_have_the_values_of_torch_and_the_same_bits_in_every_run():
@@ -287,8 +275,7 @@ def test_gated_delta_kernels_have_the_values_of_torch_and_the_same_bits_in_every
     names, first = ("out", "last", "q", "k", "v", "g", "beta"), run("triton")
     for name, actual, expected in zip(names, first, run("torch"), strict=True):
         assert relative_error(actual, expected.double()) < 1e-2, name
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run("triton"), first, strict=True))
+    assert_same_bits(lambda: run("triton"), first)
 
 
 def angles(tokens, rotated):
@@ -365,8 +352,7 @@ def test_fused_kernels_have_the_values_of_float64_and_the_same_bits_in_every_run
     assert calls in ([True, False], [])
     for place, (actual, wanted) in enumerate(zip(first, expected, strict=True)):
         assert relative_error(actual, wanted) < 5e-3, place
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(run(inputs), first, strict=True))
+    assert_same_bits(lambda: run(inputs), first)
 
 
 def test_gradients_of_experts_are_added_in_float32_with_the_same_bits_in_every_run():
@@ -374,18 +360,19 @@ def test_gradients_of_experts_are_added_in_float32_with_the_same_bits_in_every_r
     sizes = torch.randint(400, (128,))
     offsets = sizes.cumsum(0).int().cuda()
     x, dy = randn(int(sizes.sum()), 2048), randn(int(sizes.sum()), 1536)
-    totals = []
-    for _ in range(20):
+
+    def run():
         total = torch.empty(128, 1536, 2048, device="cuda")
         for count in range(3):
             kernels.grouped_mm_wgrad_into(x, dy, offsets, total, count > 0, None, None)
-        totals.append(total)
-        assert torch.equal(total, totals[0])
-        totals = totals[:1]
+        return [total]
+
+    (total,) = run()
+    assert_same_bits(run, [total])
     for expert in (0, 77, 127):
         start, end = int(offsets[expert] - sizes[expert]), int(offsets[expert])
         wanted = 3 * dy[start:end].double().T @ x[start:end].double()
-        assert relative_error(totals[0][expert], wanted) < 1e-5
+        assert relative_error(total[expert], wanted) < 1e-5
 
 
 def test_tensors_of_more_than_two_to_the_31_elements():
