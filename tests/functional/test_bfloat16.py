@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.functional.conftest import weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed.grads import reduce_replicated_grads
@@ -41,7 +42,7 @@ def gradients(checked, degrees, *overrides):
     return full, entered
 
 
-@pytest.mark.parametrize("mesh", ["TP2xEP4", pytest.param("CP2xTP2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mesh", ["TP2xEP4", weekly("CP2xTP2")])
 def test_gradients_have_the_size_of_float32_gradients(run_ranks, checked, meshes, mesh):
     ((exact, _),) = run_ranks(1, lambda: gradients(checked, Degrees(), LONG))
     for rounded, entered in run_ranks(4, lambda: gradients(checked, meshes[mesh], LONG, BF16)):
@@ -68,7 +69,7 @@ DELTA = ["--model.name=qwen3_next", BF16]
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
     [
-        ("FSDP4", []),
+        weekly("FSDP4", []),
         ("TP2xFSDP2", ["--training.dtype=bfloat16"]),
         ("FSDP4", ["--model.overrides.tie_word_embeddings=true"]),
     ],

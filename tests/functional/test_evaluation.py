@@ -16,6 +16,7 @@ from files import read_json, read_lines
 import titanlite.assemble
 import titanlite.features.generate.evaluate
 import titanlite.rank
+from tests.functional.conftest import weekly
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps, read_best
@@ -92,7 +93,7 @@ TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update
 
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
-    [("TP2xEP2", []), pytest.param("EP2xFSDP2", TRANSFORMERS, marks=pytest.mark.full)],
+    [("TP2xEP2", []), weekly("EP2xFSDP2", TRANSFORMERS)],
 )
 def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, overrides):
     folder = train(meshes[mesh], *EVALUATION, "--training.steps=3", *overrides)
@@ -128,9 +129,8 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(
 
     (one,) = run_ranks(1, rank_main, Degrees())
     assert one[2] == 9 and 400 <= one[0] < 400 + 4 * 12, "the references alone give 400 on average"
-    for mesh in ("TP2xFSDP2", "CP2xFSDP2"):
-        for found in run_ranks(4, rank_main, meshes[mesh]):
-            assert found == one
+    for found in run_ranks(4, rank_main, meshes["TP2xFSDP2"]):
+        assert found == one
 
 
 def test_training_is_the_same_with_evaluation(train, tmp_path):
@@ -208,7 +208,7 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train):
 # --- the best checkpoint
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
+@pytest.mark.parametrize("mode", [weekly("disabled"), "async"])
 def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
     arguments = [

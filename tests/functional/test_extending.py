@@ -22,7 +22,7 @@ from files import read_json, read_lines, write_json, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import take_step, weekly
 from titanlite.assemble import assemble, build_data
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
@@ -100,8 +100,8 @@ def test_a_whole_objective_has_its_own_unit(warm_run, built_in):
     assert got.losses[0] == pytest.approx(expected[0], rel=0.05) and got.losses != expected
 
 
-@pytest.mark.parametrize("mesh", ["1", "TP2xEP2"])
-def test_an_optimizer_of_ones_own_is_the_built_in(warm_run, built_in, mesh):
+def test_an_optimizer_of_ones_own_is_the_built_in(warm_run, built_in):
+    mesh = "TP2xEP2"
     got = warm_run(MESHES[mesh], FOUR, "--optimizer.name=my_optimizers:adamw", steps=4)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses, rel=1e-6)
 
@@ -165,7 +165,7 @@ def average_by_hand(job):
     average = {}
     losses = []
     for step in range(4):
-        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
+        take_step(trainer, step)
         weights = {name: param.detach() for name, param in trainer.model.named_parameters()}
         for name, weight in weights.items():
             average.setdefault(name, weight.clone()).lerp_(weight, 1 - 0.9)
@@ -190,7 +190,7 @@ def train_parts(jobs):
     return [points[step]["loss/validation"] for step in (2, 4)]
 
 
-@pytest.mark.parametrize("mesh", ["FSDP2", "TP2xEP2"])
+@pytest.mark.parametrize("mesh", [weekly("FSDP2"), "TP2xEP2"])
 def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh):
     """The average equals the average of one rank's weights, and training continues from the weights
     themselves.
@@ -221,20 +221,19 @@ def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, 
         torch.testing.assert_close(found[name].detach(), value, rtol=1e-4, atol=1e-6)
 
 
-def test_a_metric_of_gradients_is_the_same_on_all_meshes(checked, run_warm, tmp_path):
+def test_a_metric_of_gradients_is_the_same_on_all_meshes(train_into, tmp_path):
     found = {}
-    for mesh in ("1", "FSDP2", "TP2xEP2"):
+    for mesh in ("1", "TP2xEP2"):
         degrees = MESHES[mesh]
-        job = checked(
+        train_into(
+            tmp_path / mesh,
             degrees,
             f"--training.local_batch_size={4 // degrees.dp}",
             "--training.steps=3",
             "--metrics.log_freq=2",
             "--metrics.function=my_metrics:noise_scale",
-            f"--job.dump_folder={tmp_path / mesh}",
             "--checkpoint.enable=false",
         )
-        run_warm(degrees.world_size, train_to_the_end, job)
         lines = read_lines(tmp_path / mesh / "metrics.jsonl")
         found[mesh] = [
             [line[f"metric/{name}"] for name in ("gradient", "noise", "noise_scale")]
@@ -399,7 +398,7 @@ def test_what_a_trial_finds_wrong(modules, name, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [1, weekly(2)])
 def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
     shutil.copy(modules / "experiment.py", tmp_path)

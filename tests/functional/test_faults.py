@@ -12,6 +12,7 @@ import torch.distributed as dist
 from files import read_lines
 from safetensors.torch import load_file
 
+from tests.functional.conftest import weekly
 from titanlite.assemble import assemble
 from titanlite.base.errors import TitanliteError
 from titanlite.checkpoint.commit import check_folder, list_steps
@@ -206,7 +207,7 @@ def failing_saves(steps, monkeypatch):
     monkeypatch.setattr(os, "pwritev", pwritev)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.full), "async"])
+@pytest.mark.parametrize("mode", [weekly("disabled"), "async"])
 def test_failed_saves_do_not_end_a_run_that_shall_go_on(train, tmp_path, monkeypatch, mode):
     overrides = [f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"]
     degrees = Degrees(dp_shard=2)

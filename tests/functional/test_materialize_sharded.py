@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.functional.conftest import weekly
 from titanlite.base.errors import VerifyError
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.parallelize import parallelize
@@ -107,7 +108,7 @@ def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
             sum(math.prod(e.info.shape) for e in randoms),
         )
 
-    for mesh in ("FSDP4", "TP2xEP2", "EP2xFSDP2"):
+    for mesh in ("FSDP4", "TP2xEP2"):
         for drawn, shard, whole in run_ranks(4, rank_main, mesh):
             assert shard < 0.3 * whole
             assert shard <= drawn <= 3 * shard, mesh
@@ -137,7 +138,7 @@ def broken_after_fill(run_ranks, checked, fqn, rank, value):
     ("mesh", "fqn", "rank", "holders"),
     [
         ("HSDP2x2", "model.layers.1.self_attn.q_proj.weight", 3, "ranks 1 and 3"),
-        ("TP2xFSDP2", "model.layers.0.input_layernorm.weight", 2, "ranks 2 and 3"),
+        weekly("TP2xFSDP2", "model.layers.0.input_layernorm.weight", 2, "ranks 2 and 3"),
         ("TP2xEP2", "model.layers.0.mlp.gate.expert_bias", 2, "ranks 0, 1, 3 and 2"),
     ],
 )
@@ -174,73 +175,3 @@ def test_a_layout_looked_at_with_fake_ranks_is_not_taken_for_that_of_a_real_rank
 
     ranks = run_ranks(4, rank_main)
     assert len({str(starts) for starts in ranks}) == 4
-
-
-@pytest.mark.parametrize("mesh", ["TP2xEP2"])
-def test_parameter_identity_attributes_and_maps_made_before_materialization_stay_valid(
-    run_ranks, checked, meshes, mesh
-):
-    job = checked(meshes[mesh])
-    tokens = torch.arange(2 * 16).view(2, 16)
-
-    def tag(model):
-        for name, param in model.named_parameters():
-            param.before_sharding = name
-
-    def rank_main():
-        model = build_sharded(job, tag)
-        params = dict(model.named_parameters())
-        lost = [
-            name
-            for name, param in params.items()
-            if getattr(param, "before_sharding", None) != name
-        ]
-        names_by_param = {param: name for name, param in params.items()}
-        for name, param in params.items():
-            param.before_materialization = name
-        by_mesh = {}  # a foreach optimizer cannot mix meshes in one group
-        for param in params.values():
-            by_mesh.setdefault(id(param.device_mesh), []).append(param)
-        optimizer = torch.optim.AdamW([{"params": group} for group in by_mesh.values()], lr=1e-2)
-
-        materialize(model, "cpu", seed=SEED)
-        wrong = [
-            name
-            for name, param in model.named_parameters()
-            if param is not params[name]
-            or names_by_param[param] != name
-            or param.before_sharding != name
-            or param.before_materialization != name
-            or not isinstance(param, torch.nn.Parameter)
-            or not param.requires_grad
-        ]
-        losses, before = (
-            [],
-            {name: param.detach().to_local().clone() for name, param in params.items()},
-        )
-        for _ in range(3):
-            loss = model(tokens, tokens).cross_entropy / tokens.numel()
-            (loss / job.degrees.dp).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        moved = [
-            name
-            for name, param in params.items()
-            if not torch.equal(param.detach().to_local(), before[name])
-        ]
-        still = [
-            name for name, param in params.items() if name not in moved and param.to_local().numel()
-        ]
-        states = {names_by_param[param] for param in optimizer.state}
-        return lost, wrong, losses, still, states == set(params)
-
-    for lost, wrong, losses, still, has_all_states in run_ranks(4, rank_main):
-        assert lost == [], "attributes set before sharding are gone"
-        assert wrong == []
-        assert losses[2] < losses[0] - 0.1, (
-            "the optimizer made before materialization does not train"
-        )
-        # Experts that got no token have a zero gradient; everything else must move.
-        assert [name for name in still if "experts" not in name] == []
-        assert has_all_states

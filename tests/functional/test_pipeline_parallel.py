@@ -10,6 +10,7 @@ import pytest
 import torch
 from files import read_lines
 
+from tests.functional.conftest import take_step, weekly
 from titanlite.assemble import assemble, shard
 from titanlite.base.errors import TitanliteError
 from titanlite.config.parallelism import Degrees
@@ -130,7 +131,7 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 @pytest.mark.parametrize(
     ("degrees", "options"),
     [
-        pytest.param(Degrees(pp=2, dp_replicate=2), [], marks=pytest.mark.full),
+        weekly(Degrees(pp=2, dp_replicate=2), []),
         (Degrees(pp=2, dp_shard=2), ["--parallelism.fsdp_once_per_step=true"]),
     ],
 )
@@ -164,11 +165,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
 
                 layer.mlp.forward = spoiled
             for step in range(4):
-                norms.append(
-                    trainer.parts.stepper.train_step(
-                        trainer.parts.loader.micro_batches(step)
-                    ).grad_norm.item()
-                )
+                norms.append(take_step(trainer, step).grad_norm.item())
                 trainer.check_finite()
             return norms
 

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from files import read_json, write_json
 
+from tests.functional.conftest import take_step
 from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.checkpoint.hf_model import HFFormat
@@ -40,9 +41,9 @@ def test_save_that_fails_on_one_rank_keeps_the_one_before(
 
     def rank_main():
         trainer = assemble(job)
-        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(0))
+        take_step(trainer, 0)
         trainer.save()
-        trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(1))
+        take_step(trainer, 1)
         with monkeypatch.context() as patch, pytest.raises(CheckpointError) as raised:
             patch.setattr(saved_as, "files", fail_on(1, saved_as.files))
             trainer.save()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.functional.conftest import train_steps
+from tests.functional.conftest import train_steps, weekly
 from titanlite.assemble import assemble
 from titanlite.distributed.grads import find_unreached
 from titanlite.features.record.unreached import describe_unreached
@@ -111,7 +111,7 @@ def unreached_after_a_step(job):
     return trainer.parts.stepper.unreached
 
 
-@pytest.mark.parametrize("mesh", ["HSDP2xTP2xEP2", "PP2xTP2xEP2"])
+@pytest.mark.parametrize("mesh", [weekly("HSDP2xTP2xEP2"), "PP2xTP2xEP2"])
 def test_native_models_are_reached_on_every_mesh(
     run_warm,
     checked,
