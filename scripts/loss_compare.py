@@ -36,32 +36,18 @@ def fail(text: str) -> SystemExit:
 def read_values(run: Path) -> dict[str, dict[int, float]]:
     """Values by metric and step of a dump folder; a value that was not finite is nan.
 
-    A resumed run does steps again: the later lines count. Broken lines are left out and counted on
-    stderr.
+    A resumed run does steps again: the later lines count.
     """
     path = run / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise fail(f"{path}: {error.strerror}. Name the dump folder of a run.") from None
+    if not path.is_file():
+        raise fail(f"{path} does not exist. Name the dump folder of a run.")
     values: dict[str, dict[int, float]] = {metric: {} for metric in METRICS}
-    broken = 0
-    for line in lines:
-        try:
-            point = json.loads(line)
-        except ValueError:
-            broken += 1
-            continue
+    for point in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         for metric, found in values.items():
             if metric in point:
                 while found and next(reversed(found)) >= point["step"]:
                     found.popitem()
                 found[point["step"]] = math.nan if point[metric] is None else point[metric]
-    if broken:
-        print(
-            f"loss_compare: warning: {path}: {broken} lines are broken and left out.",
-            file=sys.stderr,
-        )
     return values
 
 

@@ -23,29 +23,30 @@ ratio   the loop's CPU s over titanlite's in the same turn: median, and the midd
 """  # noqa: E501
 
 import argparse
-import multiprocessing
 import os
-import pickle
 import platform
+import re
 import statistics
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 # Before torch is imported: one thread per rank, as run_train.sh sets it, and no network.
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
 import torch.distributed as dist
+from cluster import Forked
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -253,71 +254,31 @@ WAYS: dict[str, Callable[[Path, Case], Step]] = {
 }
 
 
-class Team:
-    """Forked ranks that join one gloo group, build a way, and make a step when `run` is called.
+def serve(case: Case, build: Callable[[Path, Case], Step], folder: Path, pipe: Connection) -> None:
+    """Run one rank of a way: make each step that is asked for; send its CPU seconds and loss."""
+    step = build(folder, case)
+    while True:
+        number = pipe.recv()
+        documents = case.make_documents(number, dist.get_rank())
+        dist.barrier()
+        before_s = time.process_time()
+        loss = step(documents)
+        cpu_s = time.process_time() - before_s
+        pipe.send((cpu_s, loss.item()))
 
-    Raises RuntimeError: a rank failed. The ranks end with the context.
+
+def run_step(team: Forked, number: int) -> tuple[float, float]:
+    """Make step `number`; return the CPU seconds of all ranks and the mean of their losses.
+
+    Raises RuntimeError: a rank failed.
     """
-
-    def __init__(
-        self, case: Case, build: Callable[[Path, Case], Step], folder: Path, name: str
-    ) -> None:
-        context = multiprocessing.get_context("fork")
-        sys.stdout.flush()
-        self._pipes, self._processes = [], []
-        for rank in range(case.ranks):
-            here, there = context.Pipe()
-            arguments = (case, build, folder, folder / f"{name}.store", rank, there)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def __enter__(self) -> "Team":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def run(self, number: int) -> tuple[float, float]:
-        """Make step `number`; return the CPU seconds of all ranks and the mean of their losses."""
-        for pipe in self._pipes:
-            pipe.send(number)
-        answers = [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(answer)
-        return sum(cpu_s for cpu_s, _ in answers), statistics.fmean(loss for _, loss in answers)
-
-
-def _serve(
-    case: Case, build: Callable[[Path, Case], Step], folder: Path, store: Path, rank: int, pipe: Any
-) -> None:
-    """Run one rank of a team until nobody gives orders any more."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(case.ranks), LOCAL_WORLD_SIZE=str(case.ranks))
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks
-        )
-        step = build(folder, case)
-        while True:
-            number = pipe.recv()
-            documents = case.make_documents(number, rank)
-            dist.barrier()
-            before_s = time.process_time()
-            loss = step(documents)
-            cpu_s = time.process_time() - before_s
-            pipe.send_bytes(pickle.dumps((cpu_s, loss.item())))
-    except EOFError:
-        os._exit(0)
-    except BaseException:  # noqa: BLE001 - everything goes to the parent, which raises it
-        pipe.send_bytes(pickle.dumps(traceback.format_exc()))
-        os._exit(1)
+    for pipe in team.pipes:
+        pipe.send(number)
+    answers = team.receive(600)
+    for kind, text in answers:
+        if kind == "error":
+            raise RuntimeError(text)
+    return sum(cpu_s for cpu_s, _ in answers), statistics.fmean(loss for _, loss in answers)
 
 
 def compare(case: Case, steps: int) -> str:
@@ -331,15 +292,15 @@ def compare(case: Case, steps: int) -> str:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(case.to_config(), dtype=torch.float32)
         model.save_pretrained(folder)
-        teams = {
-            name: stack.enter_context(Team(case, build, folder, name))
-            for name, build in WAYS.items()
-        }
+        teams = {}
+        for name, build in WAYS.items():
+            teams[name] = Forked(case.ranks, partial(serve, case, build, folder))
+            stack.callback(teams[name].end)
         for number in range(_WARM_UP + steps):
             names = list(WAYS) if number % 2 else list(WAYS)[::-1]
             losses = {}
             for name in names:
-                cpu_s, losses[name] = teams[name].run(number)
+                cpu_s, losses[name] = run_step(teams[name], number)
                 if number >= _WARM_UP:
                     seconds[name].append(cpu_s)
             ours, theirs = losses["titanlite"], losses["transformers"]
@@ -359,19 +320,11 @@ def compare(case: Case, steps: int) -> str:
 
 def describe() -> str:
     """Describe the machine and the versions in one line."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in info.splitlines()
-            if line.startswith("model name")
-        ),
-        "?",
-    )
+    cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
     capability = torch.backends.cpu.get_cpu_capability()
     return (
-        f"{cpu}, {len(os.sched_getaffinity(0))} cores, {capability}; python "
+        f"{cpu[1] if cpu else '?'}, {len(os.sched_getaffinity(0))} cores, {capability}; python "
         f"{platform.python_version()}, {versions}"
     )
 
