@@ -263,8 +263,8 @@ def table(part: str, results: Mapping[str, Sequence[Sequence[Result]]]) -> str:
 def describe(folder: Path, arguments: argparse.Namespace) -> str:
     """Machine, versions, and what was run, in one line."""
     cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    versions = [f"python {platform.python_version()}"]
-    versions += [f"{x} {metadata.version(x)}" for x in ("torch", "transformers", "safetensors")]
+    packages = ("torch", "transformers", "safetensors")
+    versions = [f"{name} {metadata.version(name)}" for name in packages]
     return (
         f"{cpu[1] if cpu else '?'}, {len(os.sched_getaffinity(0))} cores, "
         f"Linux {platform.release()}; {', '.join(versions)}; checkpoint "
