@@ -79,13 +79,15 @@ NO_PRESET = [
 ]
 LONGEST = (
     "parity_ladder",
+    "checkpoint_load",
     "docs_commands",
+    "resume",
     "plan",
     "training",
-    "fault_drill",
-    "many_nodes",
-    "block_weights",
     "lora",
+    "extending",
+    "block_weights",
+    "many_nodes",
 )
 
 _CONFIG = """

@@ -30,13 +30,34 @@ def build(job):
     return trainer
 
 
+def loss_on_this_rank(job):
+    return build(job).validate()[0]
+
+
+def loss_one_by_one(job):
+    """Return the mean loss over all held-out sequences, each in its own forward."""
+    trainer = build(job)
+    trainer.model.eval()
+    objective = trainer.parts.stepper.objective
+    loss = units = 0.0
+    with torch.no_grad():
+        for _, share, dataset in get_sources(trainer.parts.loader.dataset):
+            held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
+            weight = share / len(held_out)
+            for index in held_out:
+                batch = dataset.batch([index])
+                loss += weight * objective(trainer.model, batch).loss.item()
+                units += weight * int(objective.count(batch))
+    return loss / units
+
+
 @pytest.fixture
-def validate(run_ranks, checked):
+def validate(run_warm, checked):
     """`validate(degrees, *overrides)`: the loss, which must be equal on all ranks."""
 
     def run(degrees, *overrides):
         job = checked(degrees, *VALIDATION, *overrides)
-        losses = run_ranks(degrees.world_size, lambda: build(job).validate()[0])
+        losses = run_warm(degrees.world_size, loss_on_this_rank, job)
         assert len(set(losses)) == 1
         return losses[0]
 
@@ -45,35 +66,13 @@ def validate(run_ranks, checked):
 
 @pytest.fixture
 def one_by_one(run_ranks, checked):
-    """`one_by_one(*overrides)`: the mean loss over all held-out sequences, each in its own forward;
-    sources are weighted by their shares.
+    """`one_by_one(*overrides)`: `loss_one_by_one` in one process; sources are weighted by their
+    shares.
     """
 
     def run(*overrides):
         job = checked(Degrees(), *VALIDATION, *overrides)
-
-        def rank_main():
-            trainer = build(job)
-            trainer.model.eval()
-            loss = units = 0.0
-            with torch.no_grad():
-                for _, share, dataset in get_sources(trainer.parts.loader.dataset):
-                    held_out = dataset.get_validation_indices(0, dataset.num_validation_sequences)
-                    for index in held_out:
-                        batch = dataset.batch([index])
-                        loss += (
-                            share
-                            / len(held_out)
-                            * trainer.parts.stepper.objective(trainer.model, batch).loss.item()
-                        )
-                        units += (
-                            share
-                            / len(held_out)
-                            * int(trainer.parts.stepper.objective.count(batch))
-                        )
-            return loss / units
-
-        return run_ranks(1, rank_main)[0]
+        return run_ranks(1, loss_one_by_one, job)[0]
 
     return run
 
