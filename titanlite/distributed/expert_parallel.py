@@ -17,10 +17,10 @@ from torch.distributed.tensor import Shard
 from titanlite.distributed.collectives import all_to_all, register_group, start_all_to_all
 from titanlite.distributed.shard import shard_parameters
 from titanlite.models.interface import Model
-from titanlite.models.layers import forward_values, once_per_forward
 from titanlite.ops import group_by_expert
 from titanlite.ops.kernels import find_stand_in
 from titanlite.ops.moe_experts import gather_sum, sort_rows
+from titanlite.ops.recompute import forward_values, once_per_forward
 
 
 def apply_expert_parallel(model: Model, mesh: DeviceMesh) -> None:

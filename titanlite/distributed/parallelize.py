@@ -25,10 +25,11 @@ from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
-from titanlite.models.layers import Recomputable, forward_values
+from titanlite.models.layers import Recomputable
 from titanlite.ops.attention import AttentionBackend
 from titanlite.ops.gated_delta import import_fla
 from titanlite.ops.matmul import resolve_backend
+from titanlite.ops.recompute import forward_values
 
 _MOST_GRAPHS = 64
 """Most graphs of all layers together. Dense and MoE layers, training and evaluation, masks and

@@ -1,5 +1,5 @@
 """Building blocks of the decoder: linear, embedding, norm, rotary table, dense feed-forward, output
-head, `once_per_forward`.
+head.
 
 They hold parameters under Hugging Face's names, declare the sources of the values, and compute on
 local tensors, so that the same code runs on one device and on shards.
@@ -7,8 +7,7 @@ local tensors, so that the same code runs on one device and on shards.
 Shapes: B batch, S sequence, D hidden size, V vocabulary, K head width.
 """
 
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -292,30 +291,3 @@ class OutputHead(Linear):
         )
         # Cloned: FSDP2 does not accept a view as a module's result.
         return losses if reduction == "sum" else losses.unflatten(0, labels_BS.shape).clone()
-
-
-# A list: `once_per_forward` appends values of the running layer to it. An iterator: a recomputation
-# reads these values. None: no whole layer is recomputed.
-forward_values: ContextVar[list[Any] | Iterator[Any] | None] = ContextVar(
-    "forward_values", default=None
-)
-
-
-def once_per_forward(make: Callable[[], Any]) -> Any:
-    """Return `make()`, and save the result, which should be small. If a whole layer is recomputed,
-    return the saved result instead.
-
-    A tensor is saved detached: gradients flow through the forward's result. Compiled code fuses
-    small operations and recomputes them.
-    """
-    values = None if torch.compiler.is_compiling() else forward_values.get()
-    if isinstance(values, Iterator):
-        return next(values)
-    made = make()
-    if values is not None:
-        values.append(
-            made.detach().requires_grad_(made.requires_grad)
-            if isinstance(made, torch.Tensor)
-            else made
-        )
-    return made

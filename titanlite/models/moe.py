@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
 from titanlite.models.interface import Context, Part, SequencePart
-from titanlite.models.layers import FeedForward, Linear, Recomputable, once_per_forward
+from titanlite.models.layers import FeedForward, Linear, Recomputable
 from titanlite.ops import (
     add_expert_bias,
     clamped_swiglu,
@@ -32,6 +32,7 @@ from titanlite.ops import (
 )
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Exchange, moe_experts
+from titanlite.ops.recompute import once_per_forward
 
 
 class Routing(NamedTuple):

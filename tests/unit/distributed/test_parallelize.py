@@ -8,7 +8,7 @@ import torch
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.distributed import parallelize
-from titanlite.models.layers import once_per_forward
+from titanlite.ops.recompute import once_per_forward
 
 
 @pytest.fixture
