@@ -96,7 +96,7 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
         weekly("TP2xFSDP2", "few_experts", []),
         weekly("TP2xFSDP2", "qwen3", [FULL_AC]),
         weekly("TP2xEP2", "dots1", []),
-        ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=selective"]),
+        ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=keep_attention"]),
         weekly("PP2xTP2xEP2", "qwen3_moe", []),
         ("PP2xFSDP2", "dots1", [FULL_AC]),
     ],

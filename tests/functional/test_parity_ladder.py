@@ -83,6 +83,7 @@ FAMILIES |= {
 FAMILIES["muon_few_experts"] += ["--model.overrides.norm_topk_prob=false"]
 OPTIONS = {
     "full_ac": "--activation_checkpoint.mode=full",
+    "attention_kept": "--activation_checkpoint.mode=keep_attention",
     "selective_ac": "--activation_checkpoint.mode=selective",
     "every_second_layer": "--activation_checkpoint.selective_ac_option=2",
     "operators": "--activation_checkpoint.selective_ac_option=op",
@@ -182,12 +183,12 @@ TP2xEP2        minimax_m2              1 always
 TP2xEP2        glm4_moe_lite           1 full_ac
 EP4            solar_open              2
 TP2xFSDP2      gpt_oss                 1 selective_ac operators
-EP2xFSDP2      gpt_oss                 2 full_ac weekly
+EP2xFSDP2      gpt_oss                 2 attention_kept
 FSDP4          qwen3_5                 1 weekly
-TP2xFSDP2      qwen3_5                 1 full_ac weekly
+TP2xFSDP2      qwen3_5                 1 attention_kept weekly
 EP2xFSDP2      qwen3_5_moe             2 selective_ac weekly
 TP2xEP2        qwen3_5_moe             1
-TP2xEP4        dots1                   1 full_ac weekly
+TP2xEP4        dots1                   1 attention_kept weekly
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
 EP2xFSDP2      uneven                  1 full_ac weekly
@@ -203,7 +204,7 @@ PP2xEP2        deep                    4 long weekly
 PP2xTP2xEP2    deep                    4 long weekly
 PP2xCP2        deep                    4
 PP2xEP2        deep                    4 one_micro_batch
-PP2xHSDP2      deep                    4 once_per_step full_ac
+PP2xHSDP2      deep                    4 once_per_step attention_kept
 PP2xTP2xEP2    dots1_balance_losses    4 weekly
 PP2xFSDP2      dots1                   4 --parallelism.pipeline_parallel_layers=1,2 never
 PP2xFSDP2      uneven                  4 weekly
@@ -242,7 +243,7 @@ CP2xTP2xEP4    deepseek_v3             2 selective_ac
 CP2xTP2        qwen3_next              1 weekly
 CP2xFSDP2      qwen3_next              2 selective_ac weekly
 CP2xTP2        ministral               1
-CP2xTP2        gpt_oss                 2 full_ac weekly
+CP2xTP2        gpt_oss                 2 attention_kept weekly
 CP2xFSDP2      gpt_oss                 1 weekly
 CP2xTP2        olmo3                   1 full_ac
 CP2xFSDP2      qwen3_5_moe             1 weekly

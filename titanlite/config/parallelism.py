@@ -146,12 +146,14 @@ class PartSizes:
         inputs: input widths of matmuls whose weight tensor parallelism splits along that dim.
         core_flops: forward FLOPs per token of the operation that mixes tokens, as a function of the
             sequence length.
+        attention_bytes: bytes per token that `activation_checkpoint.mode = "keep_attention"` keeps.
     """
 
     splits: Mapping[str, int] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, int] = field(default_factory=dict)
     core_flops: Callable[[int], int] = lambda _seq_len: 0
+    attention_bytes: int = 0
 
 
 def set_values(job: JobConfig, values: Mapping[str, int | str]) -> JobConfig:
@@ -415,9 +417,11 @@ def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degr
             "expert_parallel_degree its experts.",
         ),
         (
-            section.mode == "selective" and section.selective_ac_option == "op",
-            "activation_checkpoint: mode 'selective' by operation works only in titanlite's "
-            f"layers, and {what}. Set mode to 'full', or selective_ac_option to a number.",
+            section.mode == "keep_attention"
+            or (section.mode == "selective" and section.selective_ac_option == "op"),
+            f"activation_checkpoint: mode '{section.mode}' by operation works only in titanlite's "
+            f"layers, and {what}. Set mode to 'full', or to 'selective' and selective_ac_option to "
+            "a number.",
         ),
     )
 

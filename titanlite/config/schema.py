@@ -375,10 +375,10 @@ class CheckpointSection:
 
 @dataclass
 class ActivationCheckpointSection:
-    mode: Literal["auto", "none", "full", "selective"] = setting(
+    mode: Literal["auto", "none", "full", "keep_attention", "selective"] = setting(
         "auto",
-        "'full': recompute every layer in backward; 'selective': see selective_ac_option. 'auto': "
-        "chosen for the GPUs; 'none' on CPU.",
+        "'full': recompute every layer in backward; 'keep_attention': all of it except attention's "
+        "result; 'selective': see selective_ac_option. 'auto': chosen for the GPUs; 'none' on CPU.",
     )
     selective_ac_option: str = setting(
         "op",

@@ -23,10 +23,11 @@ from titanlite.distributed.expert_parallel import apply_expert_parallel
 from titanlite.distributed.fsdp import apply_fsdp, mixed_precision_dtypes
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.distributed.tensor_parallel import apply_tensor_parallel
+from titanlite.models.attention import CoreAttention
 from titanlite.models.decoder import Decoder
 from titanlite.models.interface import Model
 from titanlite.models.layers import Recomputable
-from titanlite.ops.attention import AttentionBackend
+from titanlite.ops.attention import ATTENTION_OPERATORS, AttentionBackend
 from titanlite.ops.gated_delta import import_fla
 from titanlite.ops.matmul import resolve_backend
 from titanlite.ops.recompute import forward_values
@@ -42,12 +43,7 @@ _SAVED_OPS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.titanlite.sink_attention.default,
+    *ATTENTION_OPERATORS,
     torch.ops.titanlite.grouped_mm.default,
     torch.ops.titanlite.gated_delta.default,
 )
@@ -87,7 +83,8 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
     compiled with the layer. A checkpoint of a whole layer is outside of its compiled code: a graph
     break inside of a checkpoint would leave the whole layer uncompiled. With `experts_on_own_mesh`,
     FSDP's hooks on experts and the all-to-alls of tokens are not compiled, so a layer with experts
-    becomes several graphs. Every other layer is one graph, or training ends with an error.
+    becomes several graphs; so does a layer whose attention is kept. Every other layer is one graph,
+    or training ends with an error.
 
     This is the only place that replaces a module's `forward`. The alternatives do not work: a hook
     cannot run the forward again; a wrapper module changes the names of parameters, and is not an
@@ -102,7 +99,9 @@ def wrap_layers(model: Model, job: JobConfig, *, experts_on_own_mesh: bool) -> N
         secure_cache()
         options = _let_many_graphs()
         for layer in model.decoder_layers():
-            in_parts = experts_on_own_mesh and bool(model.experts_in(layer))
+            in_parts = job.activation_checkpoint.mode == "keep_attention" or (
+                experts_on_own_mesh and bool(model.experts_in(layer))
+            )
             layer.forward = torch.compile(layer.forward, fullgraph=not in_parts, **options)
     checkpoint_layers(model, job.activation_checkpoint)
 
@@ -137,7 +136,8 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
 
 
 def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> None:
-    """Save only the inputs of whole layers: of all layers in mode `full`, or of every Nth layer.
+    """Save only the inputs of whole layers: of every Nth layer, or of all layers in mode `full`, or
+    in mode `keep_attention`, which also saves the results of attention.
 
     Module names and parameters do not change. A layer may be compiled: it is called again in
     backward.
@@ -145,7 +145,10 @@ def checkpoint_layers(model: Model, section: ActivationCheckpointSection) -> Non
     # "auto" that was not resolved recomputes nothing
     if section.mode in ("none", "auto") or _is_by_operation(section):
         return
-    every = 1 if section.mode == "full" else int(section.selective_ac_option)
+    every = int(section.selective_ac_option) if section.mode == "selective" else 1
+    for module in model.modules():
+        if isinstance(module, CoreAttention):
+            module.is_saved = section.mode == "keep_attention"
     keeps_rng = model.draws_random()
     here = set(model.decoder_layers())
     for layer in here.intersection(model.all_layers()[::every]):

@@ -18,7 +18,8 @@ from titanlite.materialize.sources import Init, Normal, Source
 from titanlite.models.interface import Context, Core, LayerCache, Part
 from titanlite.models.layers import Linear, Recomputable, RMSNorm, SplitRMSNorm, project_each
 from titanlite.ops import apply_rope, local_tensor, rotate_heads
-from titanlite.ops.attention import AttentionMask, attention
+from titanlite.ops.attention import ATTENTION_OPERATORS, AttentionMask, attention
+from titanlite.ops.recompute import save_results
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 _LATENT_EPS = 1e-6
@@ -28,7 +29,13 @@ of their norm, not the model's epsilon.
 
 
 class CoreAttention(Core):
-    """Core attention, without weights."""
+    """Core attention, without weights.
+
+    Attributes:
+        is_saved: a recomputation of the layer reads the forward's result.
+    """
+
+    is_saved = False
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -44,7 +51,11 @@ class CoreAttention(Core):
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         attend = attention if cache is None else cache.attend
-        return attend(q_BSHK, k_BSGK, v_BSGV, mask, self.scale, sinks_H)
+        operands = q_BSHK, k_BSGK, v_BSGV, mask, self.scale, sinks_H
+        if self.is_saved:
+            # torch declares no type for a function that is not compiled
+            return save_results(ATTENTION_OPERATORS, attend, *operands)  # pyright: ignore[reportCallIssue]
+        return attend(*operands)
 
 
 class SelfAttention(Recomputable, Part):

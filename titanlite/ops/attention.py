@@ -284,3 +284,15 @@ def sink_attention_backward(
     taken_HT = (grad.to(lse.dtype) * out).sum(-1).T
     weights_HT = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
     return dq, dk, dv, (weights_HT * taken_HT).sum(-1).neg().to(sinks.dtype)
+
+
+# Operators that compute attention and, for their derivatives, the logarithm of its sums. torch
+# composes other cases of matmuls: float64 on CUDA; on CPU, values that are not as wide as keys.
+ATTENTION_OPERATORS = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.titanlite.sink_attention.default,
+)

@@ -2,11 +2,14 @@
 them instead of computing them again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 # A list: `once_per_forward` appends values of the running layer to it. An iterator: a recomputation
 # reads these values. None: no whole layer is recomputed.
@@ -33,3 +36,28 @@ def once_per_forward(make: Callable[[], Any]) -> Any:
             else made
         )
     return made
+
+
+@torch.compiler.disable
+def save_results(operators: Collection[Any], compute: Callable[..., Any], *operands: Any) -> Any:
+    """Return `compute(*operands)`, and save the results of `operators` in it.
+
+    A recomputation calls `compute` again, but not these operators. Their derivatives are torch's
+    own, which get the saved results.
+    """
+    with _SaveResults(operators):
+        return compute(*operands)
+
+
+class _SaveResults(TorchDispatchMode):
+    def __init__(self, operators: Collection[Any]) -> None:
+        super().__init__()
+        self.operators = operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        compute = partial(func, *args, **(kwargs or {}))
+        if func not in self.operators:
+            return compute()
+        # Autograd adds its node to the returned tensors. In the saved ones, the graph would hold
+        # itself.
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, once_per_forward(compute))

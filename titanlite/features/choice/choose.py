@@ -198,14 +198,17 @@ def _list_options(job: JobConfig, ranks: int, hardware: Hardware) -> dict[str, l
         _REPLICATE: sorted({1, nodes}),
         _CONTEXT: [n for n in divisors if n == 1 or n <= longest],
         _EXPERT: [*divisors],
-        _MODE: ["none", "selective", "full"],
+        _MODE: ["none", "selective", "keep_attention", "full"],
     }
 
 
 def _set_up(job: JobConfig, degrees: Degrees, micro_batches: int) -> Setup:
+    mode = job.activation_checkpoint.mode
+    keeps_attention = mode == "keep_attention"
     return Setup(
         degrees=degrees,
-        mode=job.activation_checkpoint.mode,
+        mode="full" if keeps_attention else mode,
+        keeps_attention=keeps_attention,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
         micro_batches=micro_batches,

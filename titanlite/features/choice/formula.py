@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from titanlite.config import JobConfig
+from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.features.choice.hardware import (
     COLLECTIVE_S,
@@ -20,6 +20,7 @@ from titanlite.features.choice.hardware import (
     Hardware,
 )
 from titanlite.materialize.layout import encoding_of, num_values
+from titanlite.models.families import layers_of
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
 
@@ -82,6 +83,8 @@ class Sizes:
     mlp_width: int
     expert_width: int  # width of one expert, summed over all layers
     core_flops: int  # FLOPs per token in forward of the operations that mix tokens
+    attention_flops: int  # those of attention, whose results may be saved
+    attention_bytes: int  # bytes per token of these results, of all layers
 
 
 def measure(model: Model, job: JobConfig) -> Sizes:
@@ -103,6 +106,9 @@ def measure(model: Model, job: JobConfig) -> Sizes:
             else:
                 attention += width * (_STATES if "linear_attn" in name else 1)
     experts = _add_up(kinds["experts"])
+    native = layers_of(config) if isinstance(config, ModelConfig) else ()
+    parts = [block.part.sizes(config) for layer in native for block in layer]
+    saved = [part for part in parts if part.attention_bytes]
     return Sizes(
         num_layers=len(layers),
         hidden_size=config.hidden_size,
@@ -116,6 +122,8 @@ def measure(model: Model, job: JobConfig) -> Sizes:
         mlp_width=mlp,
         expert_width=experts.values // max(config.num_experts, 1) // config.hidden_size,
         core_flops=sum(model.core_flops(job.training.seq_len)),
+        attention_flops=sum(part.core_flops(job.training.seq_len) for part in saved),
+        attention_bytes=sum(part.attention_bytes for part in saved),
     )
 
 
@@ -136,7 +144,8 @@ class Setup:
     """Settings of a run on which memory and time depend."""
 
     degrees: Degrees
-    mode: str  # of recomputation
+    mode: str  # of recomputation: none, selective or full
+    keeps_attention: bool  # with full recomputation
     seq_len: int
     local_batch_size: int
     micro_batches: int
@@ -201,7 +210,7 @@ def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
     """Return the bytes that a layer stores of a token for its backward."""
     hidden, layers = sizes.hidden_size, sizes.num_layers
     if mode == "full":
-        return _HALF * hidden
+        return _HALF * hidden + setup.keeps_attention * sizes.attention_bytes / layers
     attention, mlp = sizes.attention_width / layers, sizes.mlp_width / layers
     experts = sizes.expert_width / layers * sizes.top_k
     split = setup.degrees.tp
@@ -263,7 +272,8 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
         busy = max(flops / hardware.rate(rate), read / memory)
         kernels += busy
         backward += busy * (1 + (trained > 0))
-    core = sizes.core_flops / tp * tokens / hardware.rate("flash")
+    attention_s = tokens / tp / hardware.rate("flash")
+    core = sizes.core_flops * attention_s
     rows_sent = _rows_sent(sizes, ep) * sizes.hidden_size * sizes.num_layers
     routed = _ROUTED * sizes.hidden_size * sizes.num_layers * (sizes.num_experts > 0)
     widths = _widths(sizes, _MOVED, tp) + routed + _SENT * rows_sent
@@ -279,7 +289,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
     backward += max(tokens / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
     if setup.mode == "full":
-        backward += kernels
+        backward += kernels - setup.keeps_attention * sizes.attention_flops * attention_s
         again += _SENT_AGAIN * rows_sent
     moved = _HALF * tokens / memory
     kernels += widths / 3 * moved + 2 * beside + waits

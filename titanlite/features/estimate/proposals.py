@@ -21,7 +21,7 @@ from titanlite.features.choice.hardware import Hardware
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "selective", "keep_attention", "full")
 _WORTH = 1.02  # smallest factor in speed or memory that is worth a proposal
 _SHORTEST_PIECE = 4096
 """Fewest tokens of a sequence on a rank in combinations with cp, which is for long sequences."""

@@ -55,6 +55,8 @@ def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartS
         heads={"attention heads": config.num_heads, "key/value heads": config.num_kv_heads},
         inputs={"num_heads * head width": config.num_heads * config.value_head_dim},
         core_flops=core_flops,
+        # results in bfloat16, as wide as queries in varlen attention, and a float32 for each head
+        attention_bytes=config.num_heads * (2 * config.qk_head_dim + 4),
     )
 
 

@@ -181,6 +181,12 @@ def test_auto_takes_the_native_decoder_where_it_can(
             ["--moe.aux_loss_coeff=0.1"],
             r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM",
         ),
+        (
+            "mixtral",
+            {},
+            ["--activation_checkpoint.mode=keep_attention"],
+            "'keep_attention' by operation works only in titanlite's layers",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, name, changes, overrides, message):
