@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--family", default="qwen3", help="native family (default %(default)s)")
     parser.add_argument("--preset", default="8B", help="preset of it (default %(default)s)")
     parser.add_argument("--sequences", type=int, default=1, help="of 4096 tokens (default 1)")
-    parser.add_argument("--checkpointing", default="none", choices=("none", "selective", "full"))
+    parser.add_argument(
+        "--checkpointing", default="none", choices=("none", "selective", "keep_attention", "full")
+    )
     arguments = parser.parse_args()
     if problem := missing_gpu():
         print(f"lora_gpu.py: {problem}", file=sys.stderr)

@@ -111,14 +111,14 @@ class Variant:
 VARIANTS = (
     *(
         Variant(backend, mode)
-        for mode in ("none", "selective", "full")
+        for mode in ("none", "selective", "keep_attention", "full")
         for backend in ("triton", "torch")
     ),
     Variant("triton", attention="documents"),
     Variant("triton", attention="documents, varlen"),
     *(
         Variant(backend, mode, True)
-        for mode in ("none", "selective", "full")
+        for mode in ("none", "selective", "keep_attention", "full")
         for backend in ("triton", "torch")
     ),
 )

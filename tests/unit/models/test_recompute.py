@@ -2,6 +2,9 @@
 attention runs.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
@@ -16,15 +19,26 @@ MODES = {"none": 1, "selective": 1, "keep_attention": 1, "full": 2}  # runs of a
 
 
 class Runs(TorchDispatchMode):
-    """The number of calls of attention's operators."""
+    """The results of attention's operators, without holding them."""
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.results = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in ATTENTION_OPERATORS
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func in ATTENTION_OPERATORS:
+            self.results.append(weakref.ref(made[0].untyped_storage()))
+        return made
+
+
+def build(tiny, family, backend, mode):
+    model = tiny.ours(tiny.config(family))
+    model.model.attention_backend = backend
+    job = JobConfig()
+    job.activation_checkpoint.mode = mode
+    wrap_layers(model, job, experts_on_own_mesh=False)
+    return model
 
 
 def train(model):
@@ -45,7 +59,7 @@ def train(model):
         for loss in losses:
             loss.backward()
     gradients = [param.grad for param in model.parameters() if param.grad is not None]
-    return [*(loss.detach() for loss in losses), *gradients], runs.count
+    return [*(loss.detach() for loss in losses), *gradients], len(runs.results)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
@@ -54,11 +68,7 @@ def test_every_mode_computes_the_same(tiny, family, backend):
     """Grouped, latent and windowed attention, with sinks, and beside a gated delta net."""
     expected = None
     for mode, runs in MODES.items():
-        model = tiny.ours(tiny.config(family))
-        model.model.attention_backend = backend
-        job = JobConfig()
-        job.activation_checkpoint.mode = mode
-        wrap_layers(model, job, experts_on_own_mesh=False)
+        model = build(tiny, family, backend, mode)
         found, count = train(model)
         expected = expected or found
         assert len(found) == len(expected)
@@ -68,3 +78,16 @@ def test_every_mode_computes_the_same(tiny, family, backend):
         # torch has no operator on the CPU for values of a different width than keys
         is_composed = (family, backend) == ("deepseek_v3", "sdpa")
         assert count == (0 if is_composed else 2 * layers * runs), mode
+
+
+def test_a_loss_without_backward_leaves_no_result(tiny):
+    model, tokens = build(tiny, "qwen3_moe", "sdpa", "keep_attention"), torch.arange(64).view(2, 32)
+    gc.disable()
+    try:
+        with Runs() as runs:
+            loss = model(tokens, tokens).cross_entropy
+        assert all(result() is not None for result in runs.results)
+        del loss
+        assert all(result() is None for result in runs.results)
+    finally:
+        gc.enable()
