@@ -19,7 +19,7 @@ from titanlite.features.choice.hardware import (
     LINKS,
     Hardware,
 )
-from titanlite.materialize.layout import encoding_of, num_values
+from titanlite.materialize.layout import encoding_of, num_values, shape_of
 from titanlite.models.families import layers_of
 from titanlite.models.interface import Model, is_adapter
 from titanlite.models.moe import is_routed
@@ -64,6 +64,7 @@ class Weights:
     trained: int = 0
     stored: int = 0  # bytes
     gathered: int = 0  # bytes of the values as FSDP gathers them and kernels read them
+    copied: int = 0  # bytes of the values that are stored in more bytes than kernels read
     encoded: int = 0  # quantized values, which are decoded at each use
 
 
@@ -82,6 +83,8 @@ class Sizes:
     attention_width: int  # features that attention stores, of all layers; the same for feed-forward
     mlp_width: int
     expert_width: int  # width of one expert, summed over all layers
+    # features that a row stores in addition in experts with biases or adapters, which are not fused
+    unfused_width: float
     core_flops: int  # FLOPs per token in forward of the operations that mix tokens
     attention_flops: int  # those of attention, whose results may be saved
     attention_bytes: int  # bytes per token of these results, of all layers
@@ -97,8 +100,9 @@ def measure(model: Model, job: JobConfig) -> Sizes:
         kinds[kind].append((name, param))
     attention, mlp = 0, 0
     for name, param in kinds["dense"]:
-        if param.dim() == 2 and not is_adapter(name):
-            rows, columns = param.shape[0], num_values(param) // param.shape[0]
+        shape = shape_of(param)
+        if len(shape) == 2 and not is_adapter(name):
+            rows, columns = shape
             # a layer's result is stored once, as the residual stream
             width = columns if rows == config.hidden_size else rows
             if "mlp" in name:
@@ -109,6 +113,10 @@ def measure(model: Model, job: JobConfig) -> Sizes:
     native = layers_of(config) if isinstance(config, ModelConfig) else ()
     parts = [block.part.sizes(config) for layer in native for block in layer]
     saved = [part for part in parts if part.attention_bytes]
+    expert_width = experts.values // max(config.num_experts, 1) // config.hidden_size
+    has_adapters = any(is_adapter(name) for name, _ in kinds["experts"])
+    has_biases = any("bias" in name for name, _ in kinds["experts"])
+    unfused_width = config.hidden_size * (has_adapters or has_biases)
     return Sizes(
         num_layers=len(layers),
         hidden_size=config.hidden_size,
@@ -120,7 +128,8 @@ def measure(model: Model, job: JobConfig) -> Sizes:
         outside=_add_up(kinds["outside"]),
         attention_width=attention,
         mlp_width=mlp,
-        expert_width=experts.values // max(config.num_experts, 1) // config.hidden_size,
+        expert_width=expert_width,
+        unfused_width=unfused_width + has_adapters * expert_width / 3 / len(layers),
         core_flops=sum(model.core_flops(job.training.seq_len)),
         attention_flops=sum(part.core_flops(job.training.seq_len) for part in saved),
         attention_bytes=sum(part.attention_bytes for part in saved),
@@ -128,15 +137,16 @@ def measure(model: Model, job: JobConfig) -> Sizes:
 
 
 def _add_up(named: list[tuple[str, nn.Parameter]]) -> Weights:
-    values = trained = stored = gathered = encoded = 0
+    values = trained = stored = gathered = copied = encoded = 0
     for _, param in named:
         count = num_values(param)
         values += count
         stored += param.nbytes
         gathered += min(param.nbytes, count * _HALF)
+        copied += count * _HALF * (param.nbytes > count * _HALF)
         trained += count * param.requires_grad
         encoded += count * (encoding_of(param) is not None)
-    return Weights(values, trained, stored, gathered, encoded)
+    return Weights(values, trained, stored, gathered, copied, encoded)
 
 
 @dataclass(frozen=True)
@@ -183,14 +193,14 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     local_experts = sizes.experts.gathered / degrees.ep / sizes.num_layers
     copies, unit = 0.0, sizes.dense.gathered / degrees.tp / sizes.num_layers
     if degrees.experts_on_own_mesh and degrees.efsdp == 1:
-        copies = local_experts * layers * (sizes.experts.encoded == 0)
+        copies = sizes.experts.copied / degrees.ep * layers / sizes.num_layers
         one = unit
     else:
         one = unit + local_experts
     is_split = degrees.fsdp > 1
     if not is_split:
         kinds = (sizes.dense, sizes.experts, sizes.outside)
-        copies = sum(kind.gathered for kind in kinds if kind.stored > kind.gathered)
+        copies = sum(kind.copied for kind in kinds)
         one = 0.0
     outside = sizes.vocab_size * sizes.hidden_size * _HALF / degrees.tp
     units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
@@ -218,6 +228,7 @@ def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
         features = 4 * hidden + (1.4 * attention + 0.67 * mlp) / split + experts * 0.6
     else:
         features = 4 * hidden + (1.5 * attention + mlp) / split + experts * 0.67
+    features += sizes.top_k * sizes.unfused_width
     return _HALF * (features + _rows_sent(sizes, setup.degrees.ep) * hidden)
 
 
