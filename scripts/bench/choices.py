@@ -19,8 +19,8 @@ from pathlib import Path
 
 from titanlite.assemble import build_unsharded
 from titanlite.config.parallelism import BATCHES, CHOSEN
+from titanlite.features.choice.at_start import describe_model
 from titanlite.features.choice.choose import Choice, choose, find_all, take
-from titanlite.features.choice.formula import measure
 from titanlite.features.choice.hardware import GPUS, Hardware
 from titanlite.features.estimate.cli import read_request
 from titanlite.features.estimate.estimate import Estimate, get_memory, plan_step, step_time
@@ -70,11 +70,10 @@ def sweep(row: str, keep: Path | None) -> None:
         f"--training.global_batch_size={batch}",
     )
     checked = read_request(arguments).check()
-    model_on_meta = build_unsharded(checked.job, checked.model_config, "cuda")
-    sizes = measure(model_on_meta, checked.job)
+    sizes = describe_model(checked, build_unsharded)
     for card in _CARDS:
         hardware = GPUS[card]
-        chosen = choose(checked, model_on_meta, hardware, batch)
+        chosen = choose(checked, sizes, hardware, batch)
         if not chosen.fits:
             continue
         own = trace(checked, chosen, hardware, keep)

@@ -4,6 +4,7 @@ for its GPUs. The mesh comes first, and the others follow when the data have det
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from titanlite.features.choice.choose import (
     keep_choice,
     take,
 )
+from titanlite.features.choice.formula import Sizes, measure
 from titanlite.features.choice.hardware import Hardware
 from titanlite.models.interface import Model
 from titanlite.preflight import Checked
@@ -28,6 +30,7 @@ from titanlite.run import Run
 
 # (job, sizes, type of device) -> the model on meta
 Build = Callable[[JobConfig, AnyModelConfig, str], Model]
+_latest: dict[str, Any] = {}
 
 
 def choose_mesh(
@@ -74,5 +77,17 @@ def choose_for(
     checked: Checked, hardware: Hardware, build: Build, batch: int | None = None
 ) -> Choice:
     """Choose the open settings, see `choose`. Call in one process."""
-    model = build(checked.job, checked.model_config, "cuda")
-    return choose(checked, model, hardware, batch)
+    return choose(checked, describe_model(checked, build), hardware, batch)
+
+
+def describe_model(checked: Checked, build: Build) -> Sizes:
+    """Return the sizes of the model on GPUs. It is built only if it differs from the model of the
+    latest call: a run chooses twice, and a plan for each proposal.
+    """
+    job, config = checked.job, checked.model_config
+    training = job.training
+    dtypes = training.dtype, training.mixed_precision_param
+    facts = config, training.seq_len, dtypes, job.lora, job.optimizer.freeze
+    if _latest.get("facts") != facts:
+        _latest.update(facts=facts, sizes=measure(build(job, config, "cuda"), job))
+    return _latest["sizes"]

@@ -22,10 +22,9 @@ from titanlite.config.parallelism import (
     set_values,
 )
 from titanlite.config.settings import get_settings, get_value
-from titanlite.features.choice.formula import Setup, Sizes, count_bytes, count_seconds, measure
+from titanlite.features.choice.formula import Setup, Sizes, count_bytes, count_seconds
 from titanlite.features.choice.hardware import DEFAULT_GPU, Hardware, get_hardware
 from titanlite.models.families import part_sizes
-from titanlite.models.interface import Model
 from titanlite.preflight import Checked
 
 _MARGIN = 0.03  # fraction of the memory that a choice leaves free
@@ -108,17 +107,15 @@ def take(checked: Checked, choice: Choice) -> Checked:
     return replace(checked, job=job, degrees=degrees, unwritten=left)
 
 
-def choose(checked: Checked, model: Model, hardware: Hardware, batch: int | None = None) -> Choice:
+def choose(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int | None = None) -> Choice:
     """Choose the open settings. Call in one process.
 
     Args:
-        model: unsharded, on meta.
         batch: sequences of a step on all ranks. None: the configured number or, if it is not set,
             one computed as if each sequence held one example.
     """
     if batch is None:
         batch = resolve_global_batch_size(checked.job, checked.degrees.dp)
-    sizes = measure(model, checked.job)
 
     def find_best(batch: int) -> Choice:
         return max(find_all(checked, sizes, hardware, batch), key=_merit)

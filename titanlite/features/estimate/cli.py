@@ -19,6 +19,7 @@ from titanlite.base.text import Parser
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
+from titanlite.features.choice.at_start import describe_model
 from titanlite.features.choice.choose import Choice, choose, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
@@ -231,13 +232,12 @@ def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
     given = Choice({})
     if not isinstance(checked.model_config, ModelConfig):
         return Chosen(given, given)
-    model = build_unsharded(checked.job, checked.model_config, "cuda")
-    given = choose(checked, model, hardware)
-    everything = replace(checked, unwritten=tuple(CHOSEN))
-    best = (
-        given if checked.unwritten == everything.unwritten else choose(everything, model, hardware)
-    )
-    return Chosen(given, best)
+    sizes = describe_model(checked, build_unsharded)
+    given = choose(checked, sizes, hardware)
+    everything = tuple(CHOSEN)
+    if checked.unwritten == everything:
+        return Chosen(given, given)
+    return Chosen(given, choose(replace(checked, unwritten=everything), sizes, hardware))
 
 
 def _plan(request: Request, plan: Plan) -> int:

@@ -10,7 +10,8 @@ from titanlite.checkpoint.train_state import Progress
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
 from titanlite.config.settings import get_value
-from titanlite.features.choice.at_start import choose_for
+from titanlite.features.choice import at_start
+from titanlite.features.choice.at_start import choose_for, describe_model
 from titanlite.features.choice.choose import describe, find_hardware, keep_choice, take
 from titanlite.features.choice.hardware import get_hardware
 from titanlite.metrics.run_folder import get_identity
@@ -49,6 +50,50 @@ def test_the_choice(overrides, ranks, hardware, expected):
     assert not taken.unwritten and training.global_batch_size == before.global_batch_size
     assert training.global_batch_size % (training.local_batch_size * taken.degrees.dp) == 0
     assert f"about {choice.rate:,.0f} tokens/s per GPU" in describe(choice, hardware)
+
+
+def test_the_same_model_is_built_once_for_several_choices(monkeypatch):
+    monkeypatch.setattr(at_start, "_latest", {})
+    built = []
+
+    def build(*arguments):
+        built.append(arguments)
+        return build_unsharded(*arguments)
+
+    long = checked(*LONG)
+    for job, expected in ((checked(), 1), (long, 2), (with_adapters(long), 3)):
+        for batch in (8, 16):
+            choose_for(job, H100, build, batch)
+        assert len(built) == expected
+
+
+def with_adapters(job, **options):
+    lora = replace(job.job.lora, rank=8, **options)
+    return replace(job, job=replace(job.job, lora=lora))
+
+
+def test_adapters_of_a_quantized_model_are_chosen_to_fit():
+    """Four sequences take 117 GB without recomputation, by their traced plan."""
+    job = with_adapters(checked(*LONG, ranks=1), base_dtype="nf4")
+    choice = choose_for(job, H100, build_unsharded, batch=16)
+    assert choice.fits and choice.values["training.local_batch_size"] == 2
+    written = replace(job, unwritten=("training.local_batch_size",))
+    choice = choose_for(written, H200, build_unsharded, batch=4)
+    assert choice.values == {"training.local_batch_size": 4}
+    assert choice.nbytes == pytest.approx(116.8e9, rel=0.05)
+
+
+def test_frozen_weights_need_no_copies_and_quantized_ones_are_as_wide():
+    job = checked(ranks=1)
+    whole, plain, encoded = (
+        describe_model(one, build_unsharded)
+        for one in (job, with_adapters(job), with_adapters(job, base_dtype="nf4"))
+    )
+    assert whole.dense.copied == whole.dense.gathered and whole.unfused_width == 0
+    for sizes in (plain, encoded):
+        assert sizes.dense.copied == 2 * sizes.dense.trained
+        assert sizes.attention_width == whole.attention_width > 0
+        assert sizes.unfused_width > sizes.hidden_size
 
 
 WRITTEN = {
