@@ -13,9 +13,8 @@ from tests.functional.conftest import NO_PRESET, take_step, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import collectives
-from titanlite.features.estimate.estimate import axis_ranks
 from titanlite.features.estimate.stand_in import observed
-from titanlite.features.estimate.trace import axis_names, trace_step
+from titanlite.features.estimate.trace import list_groups, trace_step
 from titanlite.features.estimate.tracker import StepRecorder
 from titanlite.features.record.run_files import count_held
 from titanlite.materialize.layout import is_remote, local_of
@@ -39,7 +38,8 @@ def calls_of(trainer):
     or "bytes").
     """
     found = Counter()
-    axes, depth = axis_names(trainer.parts.stepper.dims), 0
+    groups, depth = list_groups(trainer.parts.stepper.dims), 0
+    axes = {group.group_name: axis for axis, group in groups}
 
     def counting(name, function):
         kind, place = _KINDS[name]
@@ -146,8 +146,9 @@ def compare(checked, ranks, *, balanced):
         called = Counter()
         for kind, work in trace.step_work():
             if kind.group:  # a collective
-                ranks_of = axis_ranks(checked.degrees, kind.group, rank)
-                axis = kind.group if len(ranks_of) < checked.degrees.world_size else "all"
+                assert rank in trace.ranks[kind.group]
+                is_whole = len(trace.ranks[kind.group]) == checked.degrees.world_size
+                axis = "all" if is_whole else kind.group
                 called[kind.call.rate, axis, "count"] += work.launches
                 called[kind.call.rate, axis, "bytes"] += work.nbytes
         if balanced:

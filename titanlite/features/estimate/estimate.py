@@ -124,7 +124,7 @@ def plan_step(
     trace = trace_step(job, checked.model_config, degrees, rank=rank, every_layer=every_layer)
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
-    time = step_time(trace, degrees, hardware, rank)
+    time = step_time(trace, degrees, hardware)
     return Estimate(degrees, hardware, memory, time, trace, tokens)
 
 
@@ -196,30 +196,7 @@ def _describe_moment(moment: Moment, trace: StepTrace) -> str:
     return f"{moment.phase} of layer {trace.layers[moment.layer]}"
 
 
-def axis_ranks(degrees: Degrees, axis: str, rank: int = 0) -> list[int]:
-    """Return the global ranks of the group along `axis` that contains `rank`, in the layout of
-    `ParallelDims`.
-    """
-    d = degrees
-    inner = d.stage_size // d.dp_replicate
-    sizes_and_strides = {
-        "pp": (d.pp, d.stage_size),
-        "stage": (d.stage_size, 1),
-        "dp_replicate": (d.dp_replicate, inner),
-        d.fsdp_axis: (d.fsdp, d.tp),
-        "cp": (d.cp, d.tp),
-        "tp": (d.tp, 1),
-        "efsdp": (d.efsdp, d.ep),
-        "ep": (d.ep, 1),
-    }
-    if axis not in sizes_and_strides:
-        return list(range(d.world_size))
-    size, stride = sizes_and_strides[axis]
-    first = rank - rank // stride % size * stride
-    return [first + i * stride for i in range(size)]
-
-
-def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int = 0) -> StepTime:
+def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTime:
     """Estimate the seconds of a step on `hardware`.
 
     Kernels, and the collectives that block layers, run one after another. The other collectives
@@ -250,7 +227,7 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware, rank: int 
                     add(_SYNCS, Part(Work(syncs=work.syncs), work.syncs * SYNC_S))
                 busy += seconds + work.syncs * SYNC_S
                 continue
-            ranks = axis_ranks(degrees, kind.group, rank)
+            ranks = trace.ranks[kind.group]
             inside, outside = hardware.collective_s(kind.call.rate, ranks, work.nbytes)
             intra, inter = intra + inside, inter + outside
             seconds = (inside + outside) / LINKS + (

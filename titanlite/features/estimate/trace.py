@@ -66,6 +66,7 @@ class StepTrace:
     # group of a collective is its mesh axis, or "stage" (all ranks of a pipeline stage), or
     # "world".
     work: dict[Kind, Work]
+    ranks: dict[str, list[int]]  # global ranks of these groups
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
     model_flops_per_token: int  # as in MFU: causal attention, no recomputation
     weights: int  # bytes held all the time, as the next three
@@ -315,9 +316,9 @@ def _summarize(
     repeats: tuple[int, ...],
 ) -> StepTrace:
     """Return the figures of a recorded step, in which each micro-batch occurs `repeats` times."""
-    assert dist.group.WORLD is not None
-    world = dist.group.WORLD.group_name
-    axes = axis_names(trainer.dims) | {"": ""}
+    groups = list(list_groups(trainer.dims))
+    world = groups[0][1].group_name
+    axes = {group.group_name: axis for axis, group in groups} | {"": ""}
     work: dict[Kind, Work] = {}
     for kind, found in recorder.work.items():
         is_global = kind.micro_batch < 0 and kind.group == world
@@ -334,6 +335,7 @@ def _summarize(
             _moment(segment, split, num_layers): peak for segment, peak in recorder.peaks.items()
         },
         work=work,
+        ranks={axis: dist.get_process_group_ranks(group) for axis, group in groups},
         repeats=repeats,
         model_flops_per_token=train_flops_per_token(model, trainer.job.training.seq_len),
         weights=weights,
@@ -353,18 +355,17 @@ def _moment(segment: Segment, split: int, num_layers: int) -> Moment:
     return Moment(segment.micro_batch, segment.phase, layer, segment.turn)
 
 
-def axis_names(dims: ParallelDims) -> dict[str, str]:
-    """Return, by the name of each process group, its mesh axis, "cp" or "stage"; an axis over all
-    ranks may share the group of all ranks.
+def list_groups(dims: ParallelDims) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Yield the process groups with their mesh axis, "world", "cp" or "stage". A group that occurs
+    again has the later name.
     """
     assert dist.group.WORLD is not None
-    names: dict[str, str] = {dist.group.WORLD.group_name: "world"}
+    yield "world", dist.group.WORLD
     for mesh in [dims.dense] if dims.sparse is None else [dims.sparse, dims.dense]:
         for axis in mesh.mesh_dim_names or ():
-            names[mesh.get_group(axis).group_name] = axis
+            yield axis, mesh.get_group(axis)
     if dims.cp_group is not None:
-        names[dims.cp_group.group_name] = "cp"
+        yield "cp", dims.cp_group
     if dims.pp_backward_group is not None and dims.stage_group is not None:
-        names[dims.pp_backward_group.group_name] = "pp"
-        names[dims.stage_group.group_name] = "stage"
-    return names
+        yield "pp", dims.pp_backward_group
+        yield "stage", dims.stage_group
