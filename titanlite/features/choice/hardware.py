@@ -27,7 +27,6 @@ RATES = {
     "memory": ("memory_bytes_s", 0.70),  # copies, casts, permutations, float32
     "elementwise": ("memory_bytes_s", 0.40),  # norms, rope and activations of two bytes
     "optimizer": ("memory_bytes_s", 0.58),  # fused AdamW
-    "sum of rows": ("memory_bytes_s", 0.30),  # torch's embedding_bag; assumed
 }
 LINKS = 0.65  # fraction of the interconnects' rates that NCCL reaches
 KERNEL_S = 2e-6  # from the end of one kernel to the start of the next

@@ -236,8 +236,6 @@ def measure(
         call = Call(product, flops, nbytes)
     elif func.name() in _ADAMW:
         call = Call("optimizer")
-    elif "_embedding_bag" in func.name():
-        call = Call("sum of rows")
     elif func not in _MOVING and any(t.dtype.itemsize == 2 for t in (*read, *made)):
         call = Call("elementwise")
     else:
