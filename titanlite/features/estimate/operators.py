@@ -137,7 +137,7 @@ def count_flops(
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
     else:
         return "", 0
-    if _tensors(factors)[0].dtype.itemsize > 2:
+    if tensors_of(factors)[0].dtype.itemsize > 2:
         return "float32", flops
     return _grouped(packet, args) if packet in GROUPED_OPS else "dense", flops
 
@@ -216,14 +216,14 @@ def measure(
         return Call("memory"), Work(syncs=1)
     product, flops = count_flops(func, args, kwargs, out)
     written = _written(func)
-    read, made = list(_tensors((args, kwargs))), list(_tensors(out))
+    read, made = list(tensors_of((args, kwargs))), list(tensors_of(out))
     if not written and not flops and _share_storage(read, made):
         return None
     if func in _PICKING:
         nbytes = 2 * sum(map(_held, made))
     else:
         given = _arguments(func, args, kwargs)
-        changed = {name: sum(map(_held, _tensors(given.get(name)))) for name in written}
+        changed = {name: sum(map(_held, tensors_of(given.get(name)))) for name in written}
         nbytes = sum(map(_held, read)) + (
             sum(changed.values()) if written else sum(map(_held, made))
         )
@@ -243,7 +243,8 @@ def measure(
     return call, Work(flops=flops, nbytes=nbytes, launches=launches)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """List the tensors in nested arguments or results."""
     return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
 
 

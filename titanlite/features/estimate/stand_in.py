@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import build_objective, build_on_meta, build_optimizer
@@ -61,7 +61,7 @@ class StandInTrainer(TrainStep):
         # up its ranks.
         model = build_on_meta(run)
         self.plan = build_plan(model)
-        with FakeTensorMode() as self.fake:
+        with FixedScalars() as self.fake:
             _allocate(self.plan, model)
             super().__init__(
                 # the device of fake tensors, for which FSDP2 needs no streams
@@ -71,8 +71,7 @@ class StandInTrainer(TrainStep):
                 _build_objective(job, model.config.vocab_size),
             )
             self.unreached = []  # not searched: no values can be read
-            with FixedScalars():
-                self._make_optimizer_states()
+            self._make_optimizer_states()
 
     def _make_optimizer_states(self) -> None:
         """Create optimizer states as a first step does, without DTensor's temporaries of global
@@ -120,7 +119,8 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
     """
     with ExitStack() as stack:
         stand_ins: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
-        stack.enter_context(_exchanged(grouped_mm=_grouped_mm))
+        stack.enter_context(_exchanged(F, grouped_mm=_grouped_mm))
+        stack.enter_context(_exchanged(FakeTensor, tolist=_tolist))
         if device_type == "cuda":
             stand_ins["attention_mask"] = partial(_mask, trainer.job.training)
         stack.enter_context(plan_for_device(device_type, stand_ins))
@@ -130,9 +130,8 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
                 partial(_attention, F.scaled_dot_product_attention),
                 partial(_rms_norm, F.rms_norm),
             )
-            stack.enter_context(_exchanged(scaled_dot_product_attention=attend, rms_norm=norm))
+            stack.enter_context(_exchanged(F, scaled_dot_product_attention=attend, rms_norm=norm))
         stack.enter_context(trainer.fake)
-        stack.enter_context(FixedScalars())
         yield
 
 
@@ -225,19 +224,27 @@ class _NoReference(AdaptersOff):
 
 
 @contextmanager
-def _exchanged(**functions: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Replace functions of `torch.nn.functional` by name.
+def _exchanged(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of `owner`, such as `torch.nn.functional`, by name.
 
     A `TorchFunctionMode` would not apply inside `backward`, where layers are recomputed.
     """
-    composed = {name: getattr(F, name) for name in functions}
+    composed = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():
-            setattr(F, name, function)
+            setattr(owner, name, function)
         yield
     finally:
         for name, function in composed.items():
-            setattr(F, name, function)
+            setattr(owner, name, function)
+
+
+def _tolist(tensor: torch.Tensor) -> Any:
+    """Read a tensor once, where torch would read each element."""
+    values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
+    for size in reversed(tensor.shape):
+        values = [values] * size
+    return values
 
 
 def _grouped_mm(

@@ -13,11 +13,10 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.base.errors import ConfigError
 from titanlite.features.estimate.operators import (
@@ -27,6 +26,7 @@ from titanlite.features.estimate.operators import (
     Work,
     measure,
     moved_by,
+    tensors_of,
 )
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
@@ -36,7 +36,7 @@ _PROPAGATE = "_propagate_tensor_meta_non_cached"
 _PRIVATE = (
     "_register_global_optimizer_hook",
     "_update_and_maybe_create_winfos",
-    "_update_peak_stats",
+    "_track",
 )
 
 GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP units", "temporaries"
@@ -51,6 +51,7 @@ _REFERENCES = {
 CATEGORIES = (GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES)
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Segment(NamedTuple):
@@ -99,10 +100,6 @@ Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 
 class _NoModules(nullcontext[None]):
     """Empty replacement of MemTracker's hooks on all modules, which are not needed here."""
-
-    @property
-    def is_bw(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
 
     def register_user_hooks(self, *hooks: Any) -> None: ...
     def clear_user_hooks(self) -> None: ...
@@ -201,12 +198,15 @@ class StepRecorder(MemTracker):
         kwargs = kwargs or {}
         if self._finds_layout:
             return func(*args, **kwargs)
+        # A wait returns its buffer, but without data a new tensor.
+        is_fake_wait = func is _WAIT and isinstance(args[0], FakeTensor)
+        out = args[0] if is_fake_wait else func(*args, **kwargs)
         # A view allocates nothing; gloo shows views of copies that it makes inside a collective.
-        out = (
-            func(*args, **kwargs)
-            if func.is_view
-            else super().__torch_dispatch__(func, types, args, kwargs)
-        )
+        if not func.is_view:
+            is_backward = torch._C._current_graph_task_id() != -1
+            for tensor in tensors_of(out):
+                self._track(_REFERENCES[TEMPORARIES if is_backward else ACTIVATIONS], tensor)
+            self._note_peak()
         inside = self._workspace(func, args, out)
         if inside:
             self._note_peak(inside)
@@ -251,10 +251,6 @@ class StepRecorder(MemTracker):
         elif func is _c10d._reduce_scatter_base_.default:
             self.mark(args[:1], UNITS)
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        """Check the live memory after an operator, in place of torch's search by module."""
-        self._note_peak()
-
     def _note_peak(self, inside: int = 0) -> None:
         devices = self._curr_mem_snap.values()
         total = inside + sum(live["Total"] - live[_REFERENCES[PERSISTENT]] for live in devices)
@@ -265,32 +261,13 @@ class StepRecorder(MemTracker):
             self.peaks[self._segment] = held
 
 
-class FixedScalars(TorchDispatchMode):
-    """Make tensors without data read as 1 or True when the host reads one: a finite norm, a count,
-    a flag.
-    """
+class FixedScalars(FakeTensorMode):
+    """Fake tensors that the host reads as 1 or True: a finite norm, a count, a flag."""
 
-    def __enter__(self) -> "FixedScalars":
-        # one read, where torch would read each element
-        def tolist(tensor: torch.Tensor) -> Any:
-            values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
-            for size in reversed(tensor.shape):
-                values = [values] * size
-            return values
-
-        self._tolist, FakeTensor.tolist = FakeTensor.tolist, tolist  # pyright: ignore[reportAttributeAccessIssue]
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        FakeTensor.tolist = self._tolist
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        if func is _aten._local_scalar_dense.default:
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is _aten.addmm.dtype_out:  # torch 2.11 treats the dtype as an operand
             return kwargs["out"]
-        return func(*args, **(kwargs or {}))
+        return super().dispatch(func, types, args, kwargs or {})
