@@ -131,7 +131,8 @@ def get_hardware(name: str) -> Hardware:
     """
 
     def plain(text: str) -> str:
-        return re.sub(r"nvidia|geforce|amd|instinct|sxm\d?|gb?$|[^a-z0-9]", "", text.lower())
+        left_out = r"nvidia|geforce|amd|instinct|sxm\d?|hbm\d?e?|(?<=\d)gb?\b|[^a-z0-9]"
+        return re.sub(left_out, "", text.lower())
 
     wanted = plain(name)
     for known, gpu in GPUS.items():

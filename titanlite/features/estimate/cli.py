@@ -126,20 +126,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def read_count(text: str) -> float:
     """Parse a number of tokens: 2e9, 2B, 500 M. Raises ConfigError: the text is not a number."""
-    match = re.fullmatch(r"([\d.,]+(?:e\+?\d+)?)\s*([kmbt]?)", text.strip().lower())
+    number = r"(\d[\d,_]*(?:\.\d+)?(?:e\+?\d+)?)"
+    match = re.fullmatch(number + r"\s*([kmbt]?)(?:\s*tokens)?", text.strip().lower())
     if match is None:
         raise ConfigError(f"--tokens={text}: not a number. Write --tokens=2e9, or --tokens=2B.")
-    return float(match[1].replace(",", "")) * _SCALES[match[2]]
+    return float(re.sub("[,_]", "", match[1])) * _SCALES[match[2]]
 
 
 def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
-    """Parse 8xh100, 8 H100, h100x8, RTX 4090, or 8, which means GPUs of the kind `gpu`."""
+    """Parse 8xh100, 8 H100, h100x8, RTX 4090, 4090, or 8, which means GPUs of the kind `gpu`."""
     wanted = text.strip().lower()
     if match := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", wanted):
         return int(match[1]), match[2]
     if match := re.fullmatch(r"(.*\d.*?)\s*[x*:]\s*(\d+)", wanted):
         return int(match[2]), match[1]
-    return (int(wanted), gpu) if wanted.isdecimal() else (1, wanted)
+    is_name = any(known.startswith(f"rtx{wanted}-") for known in GPUS)
+    return (int(wanted), gpu) if wanted.isdecimal() and not is_name else (1, wanted)
 
 
 def read_request(argv: Sequence[str]) -> Request:

@@ -187,7 +187,7 @@ def cache(tmp_path, monkeypatch):
             for name in ("flops", "intra-node-gbps", "memory-gib")
         ),
         ([*TINY, "--gpus=8xh1000"], "--gpu=h1000: not in the table. Did you mean h100-80gb?"),
-        ([*TINY, "--tokens=many"], "--tokens=many: not a number. Write --tokens=2e9"),
+        ([*TINY, "--tokens=2.0.0B"], "--tokens=2.0.0B: not a number. Write --tokens=2e9"),
         (
             [*TINY, "--gpus=3xh100"],
             "dp_replicate (1) * tp (2) = 2 does not divide the world size (3)",
@@ -216,6 +216,7 @@ def test_refusals(arguments, message, capsys):
         ("8 H100", (8, "h100-80gb")),
         ("h200x4", (4, "h200-141gb")),
         ("RTX 4090", (1, "rtx4090-24gb")),
+        ("4090", (1, "rtx4090-24gb")),
         ("16", (16, "h100-80gb")),
     ],
 )
@@ -224,7 +225,7 @@ def test_spellings_of_gpus(text, expected):
     assert (request.known.world_size, request.hardware.name) == expected
 
 
-@pytest.mark.parametrize("text", ["2e9", "2B", "2 b", "2,000M"])
+@pytest.mark.parametrize("text", ["2e9", "2B", "2 b", "2,000M", "2_000 M tokens"])
 def test_spellings_of_tokens(text):
     assert read_request([*TINY, f"--tokens={text}"]).known.tokens == 2e9
 

@@ -32,12 +32,12 @@ def test_seconds_of_collectives(kind, ranks, expected):
     [
         *(
             ("h100", "h100-80gb"),
-            ("a100-40gb", "a100-40gb"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
             ("RTX 4090", "rtx4090-24gb"),
             ("b200", "b200-180gb"),
         ),
         *(
-            ("NVIDIA H100 80G", "h100-80gb"),
+            ("NVIDIA H100 80GB HBM3", "h100-80gb"),
             ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"),
             ("mi300x", "mi300x-192gb"),
         ),
