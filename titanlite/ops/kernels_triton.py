@@ -322,9 +322,9 @@ def gather_sum_kernel(
     acc = tl.zeros((BN,), tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(rows_ptr + t * TOP_K + j).to(tl.int64)
-        acc += tl.load(y_ptr + row * stride_ym + n, mask=(n < N) & (row < M), other=0.0).to(
-            tl.float32
-        )
+        # one comparison: the interpreter of Triton 3.9 makes integers of a block's mask and a flag
+        width = tl.where(row < M, N, 0)
+        acc += tl.load(y_ptr + row * stride_ym + n, mask=n < width, other=0.0).to(tl.float32)
     tl.store(out_ptr + t * stride_om + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)
 
 

@@ -74,7 +74,9 @@ def test_clamped_swiglu_is_its_definition():
     weight = torch.rand(9, generator=generator, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (z, weight)]
     gate, up = z.unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    # At a limit the gradient passes; `clamp` stops it there since torch 2.15.
+    gate = torch.where(gate > 7, 7.0, gate)
+    up = torch.where(up.abs() > 7, up.sign() * 7, up)
     expected = gate * torch.sigmoid(1.702 * gate) * (up + 1) * weight[:, None]
     actual = clamped_swiglu(z, weight)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
