@@ -36,7 +36,7 @@ _CODE = re.compile(
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 # Workspaces that cuBLAS documents as deterministic.
 _WORKSPACES = (":4096:8", ":16:8")
-# Variables that torch 2.11 to 2.14 read for the flight recorder, each with its older name, which
+# Variables that torch 2.11 to 2.15 read for the flight recorder, each with its older name, which
 # torch still reads. 2,000 collectives take about 1 MiB per rank and cover several steps of a large
 # model.
 _FLIGHT_RECORDER = (
@@ -306,7 +306,7 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
     if record is None or not hasattr(torch.cuda.memory, _DUMP):
         raise ConfigError(
             f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to "
-            "false, or use torch 2.11 to 2.14."
+            "false, or use torch 2.11 to 2.15."
         )
     record(max_entries=_ENTRIES)
 
