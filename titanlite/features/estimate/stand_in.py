@@ -183,6 +183,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
             handle.remove()
 
 
+@torch.no_grad()  # with gradients, the part of a DTensor on meta would be a view, not a fake tensor
 def _allocate(plan: Plan, model: Model) -> None:
     """Allocate tensors without data, in the same way as `materialize.allocate`."""
     for entry in plan.entries:
