@@ -73,6 +73,11 @@ def test_every_lost_bit_is_seen(dtype):
         assert of(changed) != before
 
 
+def test_values_of_earlier_certificates_stay():
+    assert of(torch.arange(300_000, dtype=torch.float32)) == 0xB798EF644239FE00
+    assert of(torch.arange(301, dtype=torch.bfloat16)) == 0xBEC83D66707C6BC5
+
+
 def test_zeros_have_the_digest_of_nothing():
     assert of(torch.zeros(1000)) == of(torch.empty(0)) == 0
 
