@@ -72,7 +72,7 @@ def make(folder: Path, size_gb: float, rows: int = 768, base: Path | None = None
     }
     (folder / CERTIFICATE_FILE).parent.mkdir()
     origin = {} if base is None else digest_base(base)
-    (folder / CERTIFICATE_FILE).write_bytes(render({}, origin, table))
+    (folder / CERTIFICATE_FILE).write_bytes(render({"tensors": table, "base": origin}))
 
 
 def checksum(folder: Path) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.text import Parser, command
 from titanlite.checkpoint.folder import ADAPTER_FILE, read_header
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.config.assets import local_folder
 from titanlite.features.lora.layers import root_of
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
 from titanlite.features.verify import verify_folder
@@ -37,22 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = parser.parse_args(argv)
     torch.set_num_threads(1)  # files are read with one thread per core
     folder = find_model("verify", known.folder)
-    base = known.base and Path(local_folder("--base", known.base, weights=True))
+    base = find_model("verify", known.base) if known.base else None
     problems = list[str]()
     notes = list[str]()
     try:
         if (folder / ADAPTER_FILE).exists():
-            base = find_base("verify", folder, known.base)
+            base = base or find_base("verify", folder)
             problems = _check_modules(folder, base)
         else:
             model = build_model(any_model_config_from_hf(folder, "verify"))
             build_plan(model, [weights_of(folder, model)])
+    except ConfigError as error:
+        if not list(folder.glob("*config.json")):
+            raise
+        notes = [f"not compared with the class of the model: {error}"]
     except TitanliteError as error:
         problems = str(error).split("\n  ")
-        if isinstance(error, ConfigError) and list(folder.glob("*config.json")):
-            problems = []
-            notes = [f"not compared with the class of the model: {error}"]
-    report = verify_folder(folder, base or None, frozen=known.frozen)
+    report = verify_folder(folder, base, frozen=known.frozen)
     report.problems[:0] = problems
     report.notes += notes
     print(json.dumps(asdict(report), indent=1) if known.json else report)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check_modules(folder: Path, base: Path) -> list[str]:
     """Return the problems of stored adapters whose module is missing in the model in `base`."""
     model = root_of(build_model(any_model_config_from_hf(base, "verify")))
-    modules = {name for name, _ in model.named_modules()}
+    modules = dict(model.named_modules())
     targets = {key: re.sub(_NOT_A_MODULE, "", key) for key in read_header(folder / ADAPTER_FILE)}
     return [
         f"{key}: the model has no module {name}. The adapter is for another one."

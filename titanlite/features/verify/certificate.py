@@ -6,7 +6,8 @@ change the last bits of trained weights, and so their digests.
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import together
+from titanlite.base.agree import gather_objects, together
 from titanlite.base.errors import CheckpointError
-from titanlite.checkpoint.folder import CERTIFICATE_FILE, Stored, read_json, read_model_headers
+from titanlite.checkpoint.folder import CERTIFICATE_FILE, read_json, read_model_headers
 from titanlite.features.verify.scan import Look, scan
-from titanlite.materialize.digest import MODULUS, add_up
+from titanlite.materialize.digest import MODULUS, shift
 
 
 def read_certificate(folder: Path) -> dict[str, Any]:
@@ -39,16 +40,23 @@ def digest_base(folder: Path, group: dist.ProcessGroup | None = None) -> dict[st
     Raises CheckpointError, on all ranks: a rank cannot read it. The ranks of `group` share the
     work; collectives: two small ones; every rank must call.
     """
-    stored = nothing = Stored({}, {})
-    found: dict[str, list[Look]] = {}
+    found: dict[str, str] = {}
     with together(group):
         stored = read_model_headers(folder)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         mine = dict([*stored.tensors.items()][rank::ranks])
-        found = scan(replace(stored, tensors=mine), nothing)
-    sums = add_up((sum(x.digest for x in found.get(key, ())) for key in stored.tensors), group)
-    pairs = zip(stored.tensors.values(), sums, strict=True)
-    return {tensor.key: spell(tensor.dtype, value) for tensor, value in pairs}
+        found = spell_all(scan(replace(stored, tensors=mine)))
+    parts = gather_objects(found, group)
+    return dict(sorted(item for part in parts for item in part.items()))
+
+
+def spell_all(looks: Iterable[Look]) -> dict[str, str]:
+    """Format dtypes and digests of stored tensors, by key."""
+    sums: Counter[Any] = Counter()
+    for look in looks:
+        words = look.row * look.stored.nbytes // 8
+        sums[look.stored.key, look.stored.dtype] += look.digest * shift(words)
+    return {key: spell(dtype, value) for (key, dtype), value in sums.items()}
 
 
 def spell(dtype: torch.dtype, digest: int) -> str:
@@ -56,9 +64,7 @@ def spell(dtype: torch.dtype, digest: int) -> str:
     return f"{str(dtype).removeprefix('torch.')}:{digest % MODULUS:016x}"
 
 
-def render(
-    facts: Mapping[str, Any], base: Mapping[str, str], rows: Mapping[str, Mapping[str, Any]]
-) -> bytes:
+def render(certificate: Mapping[str, Any]) -> bytes:
     """Return the certificate's file, with a line for each tensor."""
-    text = json.dumps({"format": 1, **facts, "tensors": rows, "base": base}, indent=1)
+    text = json.dumps({"format": 1, **certificate}, indent=1)
     return (re.sub(r"\n {3,}|\n {2}(?=[\]}])", " ", text) + "\n").encode()

@@ -71,8 +71,12 @@ def certify_checkpoints(parts: Parts) -> None:
             state = "trained" if entry.tensor.requires_grad else "frozen"
             state = "buffer" if entry.info.kind == "buffer" else state
             source = "base" if isinstance(entry.source, Read) else str(entry.source)
-        found = {"state": state, "source": source, "shape": list(item.piece.shape)}
-        found["digest"] = spell(item.dtype, digest)
+        found = {
+            "state": state,
+            "source": source,
+            "shape": list(item.piece.shape),
+            "digest": spell(item.dtype, digest),
+        }
         if state == "trained":
             found["gradient"] = item.name not in (stepper.unreached or ())
         before = known.get("tensors", {}).get(item.key, {})
@@ -86,14 +90,12 @@ def certify_checkpoints(parts: Parts) -> None:
             logger.warning("certificate: without digests of the base: %s", error)
 
         def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
-            first = known.get("first_step")
-            if stepper.first is not None and run.first_step == 0:
-                result = stepper.first.loss, stepper.first.grad_norm
-                first = "loss {:.4g}, gradient norm {:.4g}".format(*(x.item() for x in result))
+            done, first = stepper.first, known.get("first_step")
+            if done is not None and run.first_step == 0:
+                first = f"loss {done.loss.item():.4g}, gradient norm {done.grad_norm.item():.4g}"
             rows = {item.key: row(item, digests[item.key]) for item in items}
-            return {
-                CERTIFICATE_FILE: render({**facts, "step": step, "first_step": first}, base, rows)
-            }
+            parts = {"step": step, "first_step": first, "tensors": rows, "base": base}
+            return {CERTIFICATE_FILE: render(facts | parts)}
 
         return make
 

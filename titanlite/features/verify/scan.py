@@ -1,4 +1,4 @@
-"""One pass over the stored tensors of a folder, and of the model that training began with.
+"""One pass over the stored tensors of a folder.
 
 Tensors are streamed: a thread holds 1 MiB of each folder at a time, and computes all facts while it
 is in the cache.
@@ -6,23 +6,20 @@ is in the cache.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.base.process import keep_freed_memory
 from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.pieces import bytes_of
 from titanlite.checkpoint.reader import JOB_BYTES, io_threads, opened, read_bytes, run_jobs
-from titanlite.materialize.digest import MODULUS, digest, shift
+from titanlite.materialize.digest import bytes_in, digest
 
 PLAIN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
-_SAMPLE = 1 << 16
-
+_SAMPLE = 1 << 15  # elements of a block
 
 # A tensor belongs to the first group whose pattern matches its key.
 GROUPS = {
@@ -41,131 +38,125 @@ class Look:
     """Facts of a stored tensor, or of an expert in it.
 
     Attributes:
-        place: 64-bit words of the stored tensor before this part.
-        compared: True if the base has it too.
-        digest, base_digest: summands of the digests; the second is of the base's tensor with the
-            same key and shape.
+        key: key of the stored tensor; an expert in it has its index after the key.
+        shape: shape of the tensor, or of the expert.
+        stored: where its elements are, as one dim.
+        row: experts of the stored tensor before this one.
+        group: its name in `GROUPS`.
+        base: facts of the base's tensor with the same key and shape, if there is one.
+        digest: digest of its bits, independent of its position.
         finite: no element is NaN or infinite.
         varied: its elements differ, within 1 MiB.
         exact: its first float32 elements have more than 16 bits.
-        distance, extent: squared norms of the difference from the base, and of the base, of the
-            first 65,536 elements of each MiB.
-        power, fourth: mean square, and mean fourth power, of the first 65,536 elements.
-        dtype, before, row: as in a certificate: the tensor's dtype, its digest in the base, and its
-            whole entry; `scan` leaves them empty.
+        change: norm of the difference from the base, relative to the norm of the base, of the
+            first 32,768 elements of each MiB.
+        deviation: standard deviation of its first 32,768 elements, if they look normal around 0.
+        dtype, before, entry: as in a certificate: the tensor's dtype, its digest in the base, and
+            its whole entry; `scan` leaves them empty.
         is_kept: True if it equals the base's tensor.
     """
 
     key: str
     shape: tuple[int, ...]
-    place: int
-    compared: bool
+    stored: StoredTensor
+    row: int
+    group: str
+    base: "Look | None" = None
     digest: int = 0
-    base_digest: int = 0
     finite: bool = True
     varied: bool = False
     exact: bool = False
-    distance: float = 0.0
-    extent: float = 0.0
-    power: float = 0.0
-    fourth: float = 0.0
+    change: float = 0.0
+    deviation: float = 0.0
     dtype: str = ""
     before: str = ""
-    row: Mapping[str, Any] = field(default_factory=dict)
+    entry: Mapping[str, Any] = field(default_factory=dict)
     is_kept: bool = False
-
-    @property
-    def own(self) -> int:
-        """Digest of its bits, independent of its position."""
-        return self.digest * shift(-self.place) % MODULUS
-
-    @property
-    def group(self) -> str:
-        return next(name for name, pattern in GROUPS.items() if re.search(pattern, self.key))
 
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) > 1 and self.varied
 
     @property
-    def change(self) -> float:
-        """Norm of the difference from the base, relative to the norm of the base."""
-        return math.sqrt(self.distance / self.extent) if self.extent else 0.0
-
-    def is_normal(self, deviation: float) -> bool:
-        """Return True if the sample looks like a normal distribution around 0 with standard
-        deviation `deviation`, to a tolerance of 5 percent.
-        """
-        squares = (self.power, deviation**2), (self.fourth, 3 * self.power**2)
-        return all(math.isclose(value, wanted, rel_tol=0.05) for value, wanted in squares)
+    def is_fixed(self) -> bool:
+        """True if training should not have changed it."""
+        return self.entry.get("state") in ("frozen", "carried")
 
 
-def scan(stored: Stored, base: Stored) -> dict[str, list[Look]]:
-    """Read every tensor of `stored` once, and the tensors of `base` with the same key and shape.
-    Experts that are stored in one tensor have separate entries.
+def scan(stored: Stored, base: Iterable[Look] = ()) -> list[Look]:
+    """Read every tensor of `stored` once, and samples of the tensors of `base` with the same key
+    and shape, whose files are in `stored.file_bytes` too. Experts that are stored in one tensor
+    have separate facts.
 
     Raises CheckpointError: a file cannot be read, or does not match its header.
     """
-    found = {key: list[Look]() for key in stored.tensors}
-    jobs = []
-    for key, tensor in stored.tensors.items():
-        other = base.tensors.get(key)
-        if other is not None:
-            dtypes = {tensor.dtype, other.dtype}
-            is_alike = tensor.shape == other.shape and (len(dtypes) == 1 or dtypes <= PLAIN)
-            other = other if is_alike else None
-        is_split = "expert" in key and len(tensor.shape) > 2
-        rows = math.prod(tensor.shape[:1]) if is_split else 1
-        count = math.prod(tensor.shape) // max(rows, 1)
-        for row in range(rows):
-            part = range(row * count, (row + 1) * count)
-            look = Look(
-                f"{key}[{row}]" if is_split else key,
-                tensor.shape[1:] if is_split else tensor.shape,
-                part.start * tensor.dtype.itemsize // 8,
-                other is not None,
-            )
-            found[key].append(look)
-            jobs.append(partial(_look, look, tensor, other, part))
-    keep_freed_memory()  # blocks that are given back cost more than what is done with them
-    sizes = stored.file_bytes | base.file_bytes
-    with opened(sizes, sizes) as handles:
-        run_jobs((partial(job, handles) for job in jobs), io_threads())
-    return found
+    looks = [look for tensor in stored.tensors.values() for look in _looks(tensor)]
+    origin = {_kind_of(look): look for look in base}
+    for look in looks:
+        look.base = origin.get(_kind_of(look))
+    todo = iter(looks)
+    with opened(stored.file_bytes, stored.file_bytes) as handles:
+
+        def work() -> None:
+            # new memory for each block would cost more than what is computed from it
+            memory = torch.empty(2, JOB_BYTES, dtype=torch.uint8)
+            for look in todo:
+                _add_facts(look, handles, memory)
+
+        run_jobs([work] * io_threads(), io_threads())
+    return looks
+
+
+def _kind_of(look: Look) -> object:
+    """Return the facts that the base's tensor must have in common with a tensor."""
+    return look.key, look.shape, look.stored.dtype in PLAIN or look.stored.dtype
+
+
+def _looks(stored: StoredTensor) -> Iterator[Look]:
+    is_split = "expert" in stored.key and len(stored.shape) > 2
+    rows = stored.shape[0] if is_split else 1
+    shape = stored.shape[is_split:]
+    size = stored.nbytes // max(rows, 1)
+    group = next(name for name, pattern in GROUPS.items() if re.search(pattern, stored.key))
+    for row in range(rows):
+        key = f"{stored.key}[{row}]" if is_split else stored.key
+        part = stored._replace(
+            shape=(size // stored.dtype.itemsize,), offset=stored.offset + row * size, nbytes=size
+        )
+        yield Look(key, shape, part, row, group)
 
 
 @torch.no_grad()
-def _look(
-    found: Look,
-    stored: StoredTensor,
-    base: StoredTensor | None,
-    part: range,
-    handles: Mapping[Path, int],
-) -> None:
-    def read(tensor: StoredTensor) -> tuple[torch.Tensor, int]:
-        size = tensor.dtype.itemsize
-        raw = torch.empty(len(block) * size, dtype=torch.uint8)
-        read_bytes(handles, tensor.file, bytes_of(raw), tensor.offset + block.start * size)
-        return raw, digest(raw, block.start * size)
-
+def _add_facts(look: Look, handles: Mapping[Path, int], memory: torch.Tensor) -> None:
+    """Read a tensor into `memory`, a block at a time, and add up its facts."""
+    stored = look.stored
     size = stored.dtype.itemsize
-    for at in range(0, len(part), JOB_BYTES // size):
-        block = part[at : at + JOB_BYTES // size]
-        raw, summand = read(stored)
-        values = raw.view(stored.dtype)
-        found.digest += summand
-        found.varied = found.varied or not torch.equal(raw[size:], raw[:-size])
-        found.exact = found.exact or bool(raw[:256:4].any())
-        if stored.dtype in PLAIN:
-            # the sum of finite elements may overflow, rarely
-            found.finite &= bool(values.sum().isfinite()) or bool(values.isfinite().all())
-            if not at:
-                squares = values[:_SAMPLE].float().square()
-                found.power, found.fourth = squares.mean().item(), squares.square().mean().item()
-        if base is not None:
-            raw, summand = read(base)
-            before = raw.view(base.dtype)[:_SAMPLE].float()
-            found.base_digest += summand
-            found.extent += torch.dot(before, before).item()
-            before -= values[:_SAMPLE]
-            found.distance += torch.dot(before, before).item()
+    # an expert may begin in the middle of a word of the stored tensor
+    first = look.row * stored.nbytes % 8
+    distance = extent = 0.0
+
+    def read(tensor: StoredTensor, count: int, raw: torch.Tensor) -> torch.Tensor:
+        width = tensor.dtype.itemsize
+        raw = raw[: min(count, tensor.shape[0] - at) * width]
+        read_bytes(handles, tensor.file, bytes_of(raw), tensor.offset + at * width)
+        return raw.view(tensor.dtype) if tensor.dtype in PLAIN else raw
+
+    for at in range(0, stored.shape[0], JOB_BYTES // size):
+        values = read(stored, JOB_BYTES // size, memory[0])
+        look.digest += digest(bytes_in(values), first + at * size)
+        look.varied = look.varied or not torch.equal(values[1:], values[:-1])
+        # the sum of finite elements may overflow, rarely
+        look.finite &= math.isfinite(values.sum()) or bool(values.isfinite().all())
+        if not at:
+            look.exact = bool(bytes_in(values)[:256:4].any())
+            squares = values[:_SAMPLE].float().square()
+            power = squares.mean().item()
+            fourth = torch.dot(squares, squares).item() / len(squares)
+            if math.isclose(fourth, 3 * power**2, rel_tol=0.05):
+                look.deviation = math.sqrt(power)
+        if look.base is not None:
+            before = read(look.base.stored, _SAMPLE, memory[1]).float()
+            extent += torch.dot(before, before).item()
+            before -= values[: len(before)]
+            distance += torch.dot(before, before).item()
+    look.change = math.sqrt(distance / extent) if extent else 0.0

@@ -81,7 +81,7 @@ def certify(folder, base, states=()):
         for key, digest in digest_base(folder).items()
     }
     (folder / CERTIFICATE_FILE).parent.mkdir()
-    (folder / CERTIFICATE_FILE).write_bytes(render({}, digest_base(base), rows))
+    (folder / CERTIFICATE_FILE).write_bytes(render({"tensors": rows, "base": digest_base(base)}))
 
 
 def rewrite(folder, change):
@@ -289,6 +289,24 @@ def test_whole_folders_are_sound(family, how, folders, tmp_path, capsys):
     assert code == 0 and not report["problems"] and report["table"][0][0] == "group"
     if how != ALONE:
         assert re.search(r"attention +\d+ +\w+ +(\d+) of \1", shown)
+
+
+def test_a_tied_head_that_is_stored_too_is_sound(folders, tmp_path, capsys):
+    folder, _ = copied(folders, "tied", tmp_path, ALONE)
+    embedding = "model.embed_tokens.weight"
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    code, shown = verify(capsys, folder)
+    assert code == 0, shown
+
+
+def test_codes_in_fp8_are_compared_by_their_bits(tmp_path):
+    codes = torch.randn(2, 16, 16).to(torch.float8_e4m3fn)
+    for name, values in (("base", codes), ("same", codes), ("zero", torch.zeros_like(codes))):
+        (tmp_path / name).mkdir()
+        save_file({"experts.codes": values}, tmp_path / name / SINGLE)
+    same, zero = (verify_folder(tmp_path / name, tmp_path / "base") for name in ("same", "zero"))
+    assert same.table[1][:4] == ("experts", "2", "float8_e4m3fn", "0 of 2")
+    assert zero.table[1][3] == "2 of 2" and "all its elements are equal" in zero.problems[0]
 
 
 def test_a_base_of_another_revision_is_named(folders, tmp_path, capsys):
