@@ -83,12 +83,9 @@ QWEN3_5_MOE = replace(
             **{**DEBUG_EXPERTS, **DEBUG_DELTA, **_NO_DENSE},
             shared_expert_intermediate_size=48,
         ),
-        "35B-A3B": replace(
+        "35B-A3B": preset(
             _MOE,
-            hidden_size=2048,
-            num_layers=40,
-            num_heads=16,
-            num_kv_heads=2,
+            (2048, 40, 16, 2, _MOE.intermediate_size),
             num_experts=256,
             top_k=8,
             moe_intermediate_size=512,
