@@ -81,7 +81,7 @@ def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, override
         for module in trainer.model.modules():
             if isinstance(module, CoreDelta):
                 module.register_forward_pre_hook(
-                    lambda _, args: dtypes.add((args[0].dtype, *(w.dtype for w in args[2])))
+                    lambda _, args: dtypes.add((args[0].dtype, *(w.dtype for w in args[3])))
                 )
         (batch,) = trainer.parts.loader.micro_batches(0)
         losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)

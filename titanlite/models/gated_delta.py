@@ -11,6 +11,7 @@ h and g key and value heads of a rank, K width of a key, V width of a value, J =
 the convolution per key head, W taps.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,63 +66,67 @@ class CoreDelta(Core):
     def forward(
         self,
         mixed_BShJ: torch.Tensor,
-        gates_BSh2R: torch.Tensor,
+        b_BShR: torch.Tensor,
+        a_BShR: torch.Tensor,
         weights: tuple[torch.Tensor, ...],
         documents_BS: torch.Tensor | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """Return the heads' outputs (B, S, h, R V)."""
-        taps_hJW, A_log_hR, dt_bias_hR = weights
-        b_BShR, a_BShR = gates_BSh2R.chunk(2, dim=-1)
-        g_BSg = log_decay(a_BShR.flatten(2), A_log_hR.flatten(), dt_bias_hR.flatten())
+        taps_hJW, A_log_g, dt_bias_g = weights
+        g_BSg = log_decay(a_BShR.flatten(2), A_log_g, dt_bias_g)
         beta_BSg = b_BShR.flatten(2).to(g_BSg.dtype).sigmoid()
+        if cache is not None and cache.state is not None:
+            return self._read_tokens(mixed_BShJ, taps_hJW, g_BSg, beta_BSg, cache)
+        if cache is not None:  # prompts; padding does not change a state
+            slots_S = torch.arange(mixed_BShJ.shape[1], device=mixed_BShJ.device)
+            inside_BS1 = (slots_S < cache.lengths[:, None])[..., None]
+            g_BSg, beta_BSg = g_BSg * inside_BS1, beta_BSg * inside_BS1
+        heads = delta_inputs(mixed_BShJ, taps_hJW, documents_BS, *self.widths)
+        out_BSgV, state = gated_delta_rule(*heads, g_BSg, beta_BSg, documents_BS)
         if cache is not None:
-            out_BSgV = self._go_on(mixed_BShJ, taps_hJW, g_BSg, beta_BSg, cache)
-        else:
-            heads = delta_inputs(mixed_BShJ, taps_hJW, documents_BS, *self.widths)
-            out_BSgV, _ = gated_delta_rule(*heads, g_BSg, beta_BSg, documents_BS)
-        return out_BSgV.unflatten(2, (-1, b_BShR.shape[-1])).flatten(3)
+            num_before = taps_hJW.shape[2] - 1
+            cache.state = last_inputs(mixed_BShJ.flatten(2), cache.lengths, num_before), state
+        return out_BSgV.unflatten(2, (len(taps_hJW), -1)).flatten(3)
 
-    def _go_on(
+    def _read_tokens(
         self,
-        mixed_BShJ: torch.Tensor,
+        mixed_1ShJ: torch.Tensor,
         taps_hJW: torch.Tensor,
-        g_BSg: torch.Tensor,
-        beta_BSg: torch.Tensor,
+        g_1Sg: torch.Tensor,
+        beta_1Sg: torch.Tensor,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Return the outputs of prompts, or of one new token of each row. The cache holds the last
-        inputs of the convolution (B, W - 1, C) and the states (B, g, K, V).
+        """Return the outputs of one new token of each row, all in a single row with padding.
+
+        The cache holds the last inputs of the convolution (B, W - 1, C) and the states (B, g, K,
+        V).
         """
-        lengths_B, mixed_BSC, taps_CW = cache.lengths, mixed_BShJ.flatten(2), taps_hJW.flatten(0, 1)
-        if cache.state is None:
-            before_BLC = mixed_BSC.new_zeros(len(lengths_B), taps_CW.shape[1] - 1, len(taps_CW))
-            slots_S = torch.arange(mixed_BSC.shape[1], device=mixed_BSC.device)
-            inside_BS1 = (slots_S < lengths_B[:, None])[..., None]
-            heads = delta_inputs(mixed_BShJ, taps_hJW, None, *self.widths)
-            # Padding does not change a state.
-            out, state = gated_delta_rule(*heads, g_BSg * inside_BS1, beta_BSg * inside_BS1)
-            cache.state = last_inputs(mixed_BSC, before_BLC, lengths_B), state
-            return out
-        (before_BLC, state), count = cache.state, len(lengths_B)
-        new_B1C = mixed_BSC[0, :count].unsqueeze(1)
-        y_B1C = causal_conv(new_B1C, taps_CW, None, before_BLC)
+        assert cache.state is not None
+        before_BLC, state = cache.state
+        count = len(before_BLC)
+        mixed_B1C, g_B1g, beta_B1g = (
+            x[0, :count, None] for x in (mixed_1ShJ.flatten(2), g_1Sg, beta_1Sg)
+        )
+        inputs_BWC = torch.cat([before_BLC, mixed_B1C], 1)
+        y_B1C = causal_conv(inputs_BWC, taps_hJW.flatten(0, 1))[:, -1:]
         heads = split_heads(y_B1C.unflatten(2, taps_hJW.shape[:2]), *self.widths)
-        q_BhK, k_BhK, v_BgV = (x.squeeze(1) for x in heads)
-        gates = g_BSg[0, :count], beta_BSg[0, :count]
-        out, state = gated_delta_step(q_BhK, k_BhK, v_BgV, *gates, state)
-        cache.state = torch.cat([before_BLC, new_B1C], 1)[:, 1:], state
-        return F.pad(out, (0, 0, 0, 0, 0, mixed_BSC.shape[1] - count)).unsqueeze(0)
+        out_B1gV, state = gated_delta_step(*heads, g_B1g, beta_B1g, state)
+        cache.state = inputs_BWC[:, 1:], state
+        out_1BhH = out_B1gV.unflatten(2, (len(taps_hJW), -1)).flatten(3).transpose(0, 1)
+        return F.pad(out_1BhH, (0, 0, 0, 0, 0, mixed_1ShJ.shape[1] - count))
 
 
 class GatedDeltaNet(SelfAttention):
-    """Qwen3-Next's gated delta net. Rows of its two input projections are grouped by key head:
-    [query, key, values, output gates] and [b, a].
-    """
+    """Qwen3-Next's gated delta net. Rows of its two input projections are grouped by key head."""
 
-    in_proj_qkvz: Linear
-    in_proj_ba: Linear
-    splits: ClassVar = {"in_proj_qkvz": 0, "in_proj_ba": 0, "out_proj": 1}
+    # Rows of each input projection for every key head. All projections together have: queries, keys
+    # and values, then output gates, b, and a.
+    projections: ClassVar[Mapping[str, Sequence[str]]] = {
+        "in_proj_qkvz": ("qkv", "z"),
+        "in_proj_ba": ("b", "a"),
+    }
+    splits: ClassVar = dict.fromkeys(projections, 0) | {"out_proj": 1}
     float32: ClassVar = ("A_log", "dt_bias")
 
     def __init__(self, config: ModelConfig) -> None:
@@ -129,16 +134,18 @@ class GatedDeltaNet(SelfAttention):
         hidden, std = config.hidden_size, config.initializer_range
         heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         key, value = config.linear_key_head_dim, config.linear_value_head_dim
-        self.repeats, self.value_dim = value_heads // heads, value
-        self.widths = key, key, self.repeats * value
-        for name, widths in self._list_projections().items():
+        repeats, self.value_dim = value_heads // heads, value
+        values = repeats * value
+        self.widths = {"qkv": (key, key, values), "z": (values,), "b": (repeats,), "a": (repeats,)}
+        for name, kinds in self.projections.items():
+            widths = sum((self.widths[kind] for kind in kinds), ())
             linear = Linear(hidden, heads * sum(widths), std=std)
             linear.stacked_matrices = {"weight": widths}
             setattr(self, name, linear)
-        self.conv1d = Convolution(heads * sum(self.widths), config.linear_conv_kernel_dim, std)
-        self.A_log, self.dt_bias = (
-            nn.Parameter(torch.empty(value_heads, dtype=torch.float32)) for _ in range(2)
-        )
+        channels = heads * sum(self.widths["qkv"])
+        self.conv1d = Convolution(channels, config.linear_conv_kernel_dim, std)
+        self.A_log = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
         self.norm = RMSNorm(value, config.rms_norm_eps)
         self.out_proj = Linear(value_heads * value, hidden, std=std)
         self.core = CoreDelta(key, value)
@@ -156,75 +163,44 @@ class GatedDeltaNet(SelfAttention):
     def attend(
         self, x_BSD: torch.Tensor, context: Context, cache: LayerCache | None = None
     ) -> torch.Tensor:
-        mixed_BSHJ, z_BSH, gates_BSH2R = self._project(x_BSD)
-        documents_BS = context.documents_BS
+        mixed_BSHJ, z_BSH, b_BSHR, a_BSHR = self._project(x_BSD)
         weights = self._weights_of_share()
-        out_BSH = self.core(mixed_BSHJ, gates_BSH2R, weights, documents_BS, cache)
+        out_BSH = self.core(mixed_BSHJ, b_BSHR, a_BSHR, weights, context.documents_BS, cache)
         out_BSHRV, z_BSHRV = (x.unflatten(-1, (-1, self.value_dim)) for x in (out_BSH, z_BSH))
         weight_V = local_tensor(self.norm.weight)
         return gated_rms_norm(out_BSHRV, z_BSHRV, weight_V, self.norm.eps).flatten(2)
 
-    def _list_projections(self) -> dict[str, tuple[int, ...]]:
-        """Return the widths that each input projection has of every key head."""
-        return {
-            "in_proj_qkvz": (*self.widths, self.widths[2]),
-            "in_proj_ba": (self.repeats, self.repeats),
-        }
-
-    def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the inputs of the convolution (B, S, h, J), the output gates (B, S, h, R V) and
-        the gates [b, a] (B, S, h, 2 R).
+    def _project(self, x_BSD: torch.Tensor) -> list[torch.Tensor]:
+        """Return the inputs of the convolution (B, S, h, J), the output gates (B, S, h, R V), b and
+        a (B, S, h, R).
         """
-        values = self.widths[2]
-        projected = self.in_proj_qkvz(x_BSD).unflatten(-1, (-1, sum(self.widths) + values))
-        mixed_BSHJ, z_BSH = projected.split([sum(self.widths), values], dim=-1)
-        return mixed_BSHJ, z_BSH, self.in_proj_ba(x_BSD).unflatten(-1, (-1, 2 * self.repeats))
+        found: list[torch.Tensor] = []
+        for name, kinds in self.projections.items():
+            widths = [sum(self.widths[kind]) for kind in kinds]
+            projected = getattr(self, name)(x_BSD).unflatten(-1, (-1, sum(widths)))
+            found += projected.split(widths, dim=-1)
+        return found
 
     def _weights_of_share(self) -> tuple[torch.Tensor, ...]:
-        """Return taps (h, J, W), A_log and dt_bias (h, R) of this rank's heads in the core."""
-        A_log_HR, dt_bias_HR = (
-            local_tensor(param).unflatten(0, (-1, self.repeats))
-            for param in (self.A_log, self.dt_bias)
-        )
-        heads = len(A_log_HR)
-        taps_CW = local_tensor(self.conv1d.weight).squeeze(1)
-        by_kind = taps_CW.split([heads * width for width in self.widths])
-        taps_HJW = torch.cat([taps.unflatten(0, (heads, -1)) for taps in by_kind], dim=1)
+        """Return taps (h, J, W), A_log and dt_bias (g) of this rank's heads in the core."""
         part, parts = self.core.share
-        mine = slice(part * heads // parts, (part + 1) * heads // parts)
-        return taps_HJW[mine], A_log_HR[mine], dt_bias_HR[mine]
+        taps_CW = local_tensor(self.conv1d.weight).squeeze(1)
+        heads = len(taps_CW) // sum(self.widths["qkv"])
+        by_kind = taps_CW.split([heads * width for width in self.widths["qkv"]])
+        taps_HJW = torch.cat([taps.unflatten(0, (heads, -1)) for taps in by_kind], dim=1)
+        whole = (taps_HJW, local_tensor(self.A_log), local_tensor(self.dt_bias))
+        return tuple(x.unflatten(0, (parts, -1))[part] for x in whole)
 
 
 class SeparateGatedDeltaNet(GatedDeltaNet):
-    """Qwen3.5's gated delta net, with separate projections for [query, key, values], output gates,
-    b and a. Rows of the first are grouped by key head in memory, and by kind on disk
-    (`Family.row_orders`).
+    """Qwen3.5's gated delta net, with more input projections. Rows of `in_proj_qkv` are grouped by
+    key head in memory, and by kind on disk (`Family.row_orders`).
     """
 
-    in_proj_qkv: Linear
-    in_proj_z: Linear
-    in_proj_b: Linear
-    in_proj_a: Linear
-    splits: ClassVar = dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), 0) | {
-        "out_proj": 1
+    projections: ClassVar = {
+        "in_proj_qkv": ("qkv",),
+        "in_proj_z": ("z",),
+        "in_proj_b": ("b",),
+        "in_proj_a": ("a",),
     }
-
-    def _list_projections(self) -> dict[str, tuple[int, ...]]:
-        return {
-            "in_proj_qkv": self.widths,
-            "in_proj_z": self.widths[2:],
-            "in_proj_b": (self.repeats,),
-            "in_proj_a": (self.repeats,),
-        }
-
-    def _project(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        projected = (
-            (self.in_proj_qkv, sum(self.widths)),
-            (self.in_proj_z, self.widths[2]),
-            (self.in_proj_b, self.repeats),
-            (self.in_proj_a, self.repeats),
-        )
-        mixed_BSHJ, z_BSH, *gates = (
-            project(x_BSD).unflatten(-1, (-1, width)) for project, width in projected
-        )
-        return mixed_BSHJ, z_BSH, torch.cat(gates, dim=-1)
+    splits: ClassVar = dict.fromkeys(projections, 0) | {"out_proj": 1}

@@ -10,15 +10,15 @@ Shapes: B batch, S sequence, H key heads, K width of a key, R V of the values of
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from titanlite.ops.causal_conv import causal_conv
-from titanlite.ops.gated_delta import DeltaBackend, choose_backend, l2_norm
+from titanlite.ops.gated_delta import DeltaBackend, choose_backend, l2_norm, number_documents
 from titanlite.ops.kernels import define_operator, differentiate, like
 
 
-def _fake(x: Tensor, taps: Any, documents: Any, key_width: int) -> tuple[Tensor, ...]:
+def empty_heads(x: Tensor, taps: Any, documents: Any, key_width: int) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of x without data; values as one head per key head."""
     widths = (key_width, key_width, x.shape[3] - 2 * key_width)
     return tuple(x.new_empty(*x.shape[:3], width) for width in widths)
 
@@ -29,7 +29,7 @@ _delta_inputs = differentiate(
         "delta_inputs(Tensor x, Tensor taps, Tensor documents, int key_width)"
         " -> (Tensor, Tensor, Tensor)",
         _KERNELS,
-        _fake,
+        empty_heads,
     ),
     define_operator(
         "delta_inputs_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor taps,"
@@ -59,12 +59,10 @@ def delta_inputs(
         value_width: V.
         backend: as in `gated_delta_rule`; for "fla", torch's operators are used.
     """
-    chosen = choose_backend(backend, x_BSHJ.device, x_BSHJ.dtype, key_width, value_width)
+    chosen = choose_backend(backend, x_BSHJ, key_width, value_width)
     if chosen == "triton" and taps_HJW.dtype == x_BSHJ.dtype:
         x_BSHJ = x_BSHJ if x_BSHJ.stride(3) == 1 else x_BSHJ.contiguous()
-        if document_ids_BS is None:
-            document_ids_BS = torch.zeros(x_BSHJ.shape[:2], dtype=torch.int32, device=x_BSHJ.device)
-        documents_BS = document_ids_BS.int().contiguous()
+        documents_BS = number_documents(document_ids_BS, x_BSHJ)
         q, k, v = _delta_inputs(x_BSHJ, taps_HJW.contiguous(), documents_BS, key_width)
         return q, k, v.flatten(2).unflatten(2, (-1, value_width))
     y_BSC = causal_conv(x_BSHJ.flatten(2), taps_HJW.flatten(0, 1), document_ids_BS)

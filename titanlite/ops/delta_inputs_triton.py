@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanlite.ops.delta_inputs import empty_heads
 from titanlite.ops.launchers import cdiv, device_of
 
 TOKENS = 32  # tokens of one program
@@ -176,8 +177,7 @@ def _launch(
 
 def delta_inputs(x: Tensor, taps: Tensor, documents: Tensor, key_width: int):
     """Return queries, keys and values of x, whose last dim has stride 1."""
-    values = x.shape[3] - 2 * key_width
-    results = tuple(x.new_empty(*x.shape[:3], n) for n in (key_width, key_width, values))
+    results = empty_heads(x, taps, documents, key_width)
     _launch(delta_inputs_kernel, WARPS, x, taps, key_width, (x, taps, documents, *results))
     return results
 

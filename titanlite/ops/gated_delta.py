@@ -8,10 +8,12 @@ the host never waits for the starts of documents. Let G be the sum of g inside a
 D_ij = exp(G_i - G_j) for i >= j:
 
     A = strict_tril(beta_i (k_i . k_j) D_ij)    T = (I + A)^-1    U = T (beta v)    W = T (beta e^G k)
-    new = U - W S    o = e^G (q S) + (q k^T * D) new    S' = e^(G_C) S + (e^(G_C - G) k)^T new
+    P = q k^T * D    new = U - W S    o = e^G (q S) + P new    S' = e^(G_C) S + (e^(G_C - G) k)^T new
 
-The operators save their arguments and T for backward, C values per token and value head; the rest
-is recomputed. All sums are float32 or wider. Backends:
+Saved for backward are the arguments and T, C values per token and value head; the rest is
+recomputed. With torch's operators, backward has formulas for T and for the visit of the chunks in
+order; autograd differentiates the factors that depend on one chunk (`_Chunks`). All sums are
+float32 or wider. Backends:
 
 - `triton`: titanlite's kernels (`gated_delta_triton.py`), for bfloat16 and K = 128.
 - `torch`: the equations, in float32 or wider.
@@ -25,18 +27,26 @@ Shapes: B batch, S sequence, N chunks, C tokens of a chunk, H key heads, G value
 (N, B, H, R, C, ...), with R = 1 if it belongs to a key head.
 """  # noqa: E501 - the equations
 
-from functools import cache
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import cache, partial
+from math import prod
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.process import read_variable
 from titanlite.ops.attention import find_starts
-from titanlite.ops.kernels import has_triton, kernel_device, operator
+from titanlite.ops.kernels import (
+    differentiate,
+    has_triton,
+    kernel_device,
+    like,
+    operator,
+    recording,
+)
 from titanlite.ops.matmul import has_fences
 
 DeltaBackend = Literal["auto", "triton", "torch", "fla"]
@@ -89,7 +99,6 @@ def gated_delta_rule(
     beta_BSG: Tensor,
     document_ids_BS: Tensor | None = None,
     state_BGKV: Tensor | None = None,
-    chunk: int = CHUNK,
     backend: DeltaBackend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, S, G, V), in the dtype of v, and the state after each row (B, G, K,
@@ -107,97 +116,72 @@ def gated_delta_rule(
         document_ids_BS: integers; a document ends where the next token's differs. None: one
             document per row.
         state_BGKV: state with which the first document of each row continues; None: zeros.
-        chunk: tokens that are computed at once.
         backend: see the module's docstring.
 
     Raises ValueError: shapes or dtypes do not fit, or the backend does not run here.
     """
-    heads, value_heads = k_BSHK.shape[2], v_BSGV.shape[2]
-    sequences = (k_BSHK, v_BSGV, g_BSG, beta_BSG)
-    fits = q_BSHK.shape == k_BSHK.shape and value_heads % heads == 0
-    fits = fits and all(x.shape[:2] == q_BSHK.shape[:2] for x in sequences)
+    operands = (q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG)
+    batch, size, heads, key_width = k_BSHK.shape
+    value_heads, value_width = v_BSGV.shape[2:]
+    fits = q_BSHK.shape == k_BSHK.shape and v_BSGV.shape[:2] == (batch, size)
     fits = fits and g_BSG.shape == beta_BSG.shape == v_BSGV.shape[:3]
+    fits = fits and value_heads % heads == 0
     if not fits or not q_BSHK.dtype == k_BSHK.dtype == v_BSGV.dtype:
-        found = [(tuple(x.shape), x.dtype) for x in (q_BSHK, *sequences)]
+        found = [(tuple(x.shape), x.dtype) for x in operands]
         raise ValueError(f"gated_delta_rule: shapes and dtypes do not fit: {found}.")
-    widths = k_BSHK.shape[3], v_BSGV.shape[3]
-    backend = choose_backend(backend, v_BSGV.device, v_BSGV.dtype, *widths, chunk)
+    backend = choose_backend(backend, v_BSGV, key_width, value_width)
     if backend == "fla":
-        return _run_fla(q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS, state_BGKV)
+        return _run_fla(operands, document_ids_BS, state_BGKV)
+    if state_BGKV is None:
+        zero = torch.zeros((), device=v_BSGV.device)
+        state_BGKV = zero.expand(batch, value_heads, key_width, value_width)
+    state_BGKV = state_BGKV.to(torch.promote_types(v_BSGV.dtype, torch.float32))
+    documents_BS = number_documents(document_ids_BS, v_BSGV)
+    return _rule(*(x.contiguous() for x in operands), state_BGKV, documents_BS, backend)
+
+
+def number_documents(document_ids_BS: Tensor | None, x: Tensor) -> Tensor:
+    """Return the ids for a kernel, int32; zeros if each row of x, (B, S, ...), is one document."""
     if document_ids_BS is None:
-        document_ids_BS = torch.zeros(v_BSGV.shape[:2], dtype=torch.int32, device=v_BSGV.device)
-    operands = (q_BSHK, k_BSHK, v_BSGV, g_BSG, beta_BSG, document_ids_BS.int(), state_BGKV)
-    return _GatedDelta.apply(*operands, chunk, backend)
+        return torch.zeros(x.shape[:2], dtype=torch.int32, device=x.device)
+    return document_ids_BS.int().contiguous()
 
 
 def choose_backend(
-    backend: DeltaBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    key_width: int,
-    value_width: int,
-    chunk: int = CHUNK,
+    backend: DeltaBackend, x: Tensor, key_width: int, value_width: int
 ) -> DeltaBackend:
-    """Return the backend that supports such keys and values.
+    """Return the backend that supports keys and values of these widths, on the device and in the
+    dtype of x.
 
     Raises ValueError: `triton` was requested and does not support them.
     """
     backend = _preferred if backend == "auto" else backend
-    if backend == "fla" and kernel_device(device) == device.type:  # a plan has no values for it
+    if backend == "fla" and kernel_device(x.device) == x.device.type:  # a plan has no values for it
         return "fla"
-    if backend == "torch" or (backend != "triton" and not has_triton(device)):
+    if backend == "torch" or (backend != "triton" and not has_triton(x.device)):
         return "torch"
-    problem = _find_problem(device, dtype, (key_width, value_width, chunk))
-    if problem is not None and backend == "triton":
+    problem = _find_problem(x, key_width, value_width)
+    if problem is None:
+        return "triton"
+    if backend == "triton":
         raise ValueError(f"gated_delta_rule: backend 'triton': {problem} Use 'auto' or 'torch'.")
-    return "triton" if problem is None else "torch"
+    return "torch"
 
 
-def _run_fla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    documents: Tensor | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `gated_delta_rule` with flash-linear-attention, which takes packed documents as one
-    row and returns the state after each document.
-    """
-    chunk_gated_delta_rule = import_fla()
-    options = {"scale": 1.0, "output_final_state": True}
-    if documents is None:
-        return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, **options)
-    if state is not None:
-        raise ValueError(
-            "gated_delta_rule: backend 'fla' takes documents or a first state, and not both. Use "
-            "'auto'."
-        )
-    starts_N1, (batch, size) = find_starts(documents), documents.shape
-    rows = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g, beta))
-    out, states = chunk_gated_delta_rule(*rows, cu_seqlens=starts_N1.long(), **options)
-    ends_B = torch.arange(1, batch + 1, device=v.device, dtype=starts_N1.dtype) * size
-    return out.view_as(v), states[torch.searchsorted(starts_N1, ends_B) - 1]
-
-
-def _find_problem(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int]
-) -> str | None:
+def _find_problem(x: Tensor, key_width: int, value_width: int) -> str | None:
     """Return the reason, a sentence, why titanlite's kernels do not support the tensors; None if
     they do.
     """
-    key_width, value_width, chunk = sizes
-    if key_width != 128 or value_width % 64 or chunk != CHUNK:
-        found = f"keys are {key_width} wide, values {value_width}, chunks {chunk} long"
-        return f"{found}; it wants 128, a multiple of 64, and 64."
-    if (where := kernel_device(device)) not in ("cuda", "meta"):
+    if key_width != 128 or value_width % 64:
+        found = f"keys are {key_width} wide and values {value_width}"
+        return f"{found}; it wants 128 and a multiple of 64."
+    where = kernel_device(x.device)
+    if where not in ("cuda", "meta"):
         is_interpreted = read_variable("TRITON_INTERPRET") == "1"
-        return (
-            None if is_interpreted else f"it needs a CUDA device, and the tensors are on {where}."
-        )
-    if dtype != torch.bfloat16:
-        return f"it wants bfloat16 and not {dtype}."
+        problem = f"it needs a CUDA device, and the tensors are on {where}."
+        return None if is_interpreted else problem
+    if x.dtype != torch.bfloat16:
+        return f"it wants bfloat16 and not {x.dtype}."
     return find_triton_problem()
 
 
@@ -226,51 +210,53 @@ def _is_hopper() -> bool:
 
 
 def gated_delta_step(
-    q_BHK: Tensor, k_BHK: Tensor, v_BGV: Tensor, g_BG: Tensor, beta_BG: Tensor, state_BGKV: Tensor
+    q_B1HK: Tensor,
+    k_B1HK: Tensor,
+    v_B1GV: Tensor,
+    g_B1G: Tensor,
+    beta_B1G: Tensor,
+    state_BGKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (B, G, V) of one more token per row, and the state after it."""
-    repeats = v_BGV.shape[1] // k_BHK.shape[1]
-    q_BGK, k_BGK = (x.repeat_interleave(repeats, 1).to(state_BGKV) for x in (q_BHK, k_BHK))
-    state_BGKV = state_BGKV * g_BG.exp()[..., None, None]
-    known_BGV = (k_BGK.unsqueeze(2) @ state_BGKV).squeeze(2)
-    new_BGV = beta_BG[..., None] * (v_BGV - known_BGV)
-    state_BGKV = state_BGKV + k_BGK[..., None] * new_BGV.unsqueeze(2)
-    return (q_BGK.unsqueeze(2) @ state_BGKV).squeeze(2).to(v_BGV.dtype), state_BGKV
+    """Return the output (B, 1, G, V) of one more token per row, and the state after it."""
+    repeats = v_B1GV.shape[2] // k_B1HK.shape[2]
+    q, k = (x.repeat_interleave(repeats, 2).to(state_BGKV) for x in (q_B1HK, k_B1HK))
+    g, beta = g_B1G.unsqueeze(3), beta_B1G.unsqueeze(3)
+    q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v_B1GV, g, beta))  # (B, G, 1, ...)
+    state = state_BGKV * g.exp()
+    state = state + k.mT * (beta * (v - k @ state))
+    return (q @ state).transpose(1, 2).to(v.dtype), state
 
 
-class _GatedDelta(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *saved, ctx.chunk, ctx.backend = inputs
-        out, last, inverse = gated_delta(*inputs)
-        ctx.save_for_backward(*saved, inverse)
-        ctx.set_materialize_grads(False)
-        return out, last
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlast: Tensor | None):
-        *saved, inverse = ctx.saved_tensors
-        dout = torch.zeros_like(saved[2]) if dout is None else dout
-        *grads, dstate = gated_delta_backward(dout, dlast, *saved, inverse, ctx.chunk, ctx.backend)
-        return *grads, None, None if saved[6] is None else dstate, None, None
-
-
-def _like_results(q: Any, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, chunk, backend = rest
-    (batch, size, heads, width), value_heads = k.shape, v.shape[2]
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    last = v.new_empty(batch, value_heads, width, v.shape[3], dtype=dtype)
-    shape = (-(-size // chunk), batch, heads, value_heads // heads, chunk, chunk)
-    kept = v.dtype if backend == "triton" else dtype
-    return v.new_empty(v.shape), last, v.new_empty(shape, dtype=kept)
+def _run_fla(
+    operands: Sequence[Tensor], documents_BS: Tensor | None, state_BGKV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `gated_delta_rule` with flash-linear-attention, which takes packed documents as one
+    row and returns the state after each document.
+    """
+    rule = partial(import_fla(), scale=1.0, output_final_state=True)
+    if documents_BS is None:
+        return rule(*operands, initial_state=state_BGKV)
+    if state_BGKV is not None:
+        raise ValueError(
+            "gated_delta_rule: backend 'fla' takes documents or a first state, and not both. Use "
+            "'auto'."
+        )
+    starts_N1 = find_starts(documents_BS).long()
+    row = (x.flatten(0, 1).unsqueeze(0) for x in operands)
+    out, states_NGKV = rule(*row, cu_seqlens=starts_N1)
+    batch, size = documents_BS.shape
+    ends_B = torch.arange(1, batch + 1, device=out.device) * size
+    last_B = torch.searchsorted(starts_N1, ends_B) - 1
+    return out.unflatten(1, (batch, size)).squeeze(0), states_NGKV[last_B]
 
 
-def _like_gradients(dout: Any, dlast: Any, *operands: Any) -> tuple[Tensor, ...]:
-    _, k, v, *_ = operands
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    dstate = v.new_empty(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=dtype)
-    return *(x.new_empty(x.shape) for x in operands[:5]), dstate
+def _like_results(
+    q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, state: Tensor, documents: Any, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, size, heads, _ = k.shape
+    shape = (-(-size // CHUNK), batch, heads, v.shape[2] // heads, CHUNK, CHUNK)
+    inverse = v.new_empty(shape, dtype=v.dtype if backend == "triton" else state.dtype)
+    return v.new_empty(v.shape), state.new_empty(state.shape), inverse
 
 
 @operator(fake=_like_results)
@@ -280,143 +266,129 @@ def gated_delta(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    state: Tensor,
     documents: Tensor,
-    state: Tensor | None,
-    chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `gated_delta_rule` without argument checks; also return T (N, B, H, R, C, C)."""
+    """Compute `gated_delta_rule` without argument checks; also return T (N, B, H, R, C, C).
+    Operands are contiguous, except the state.
+    """
     if backend == "triton":
-        operands = (x.contiguous() for x in (q, k, v, g, beta))
-        return _get_kernels().forward(*operands, documents, _widen(state))
-    chunks = _Chunks(q, k, v, g, beta, documents, chunk)
-    inverse = chunks.invert()
-    states, new = chunks.walk(inverse, state)
-    read = (chunks.q_read @ states[:-1]).add_(chunks.attend() @ new)
-    return _join(read, v), states[-1].flatten(1, 2).clone(), inverse
+        return _get_kernels().forward(q, k, v, g, beta, state, documents)
+    c = _prepare(q, k, v, g, beta, documents)
+    eye = torch.eye(c.A.shape[-1], dtype=c.A.dtype, device=c.A.device).expand_as(c.A)
+    inverse = torch.linalg.solve_triangular(c.A, eye, upper=False, unitriangular=True)
+    states, new, _, _ = _walk(c, inverse, state)
+    out = (c.q_read @ states[:-1]).add_(c.P @ new)
+    return _join(out, v), states[-1].flatten(1, 2).clone(), inverse.contiguous()
 
 
-@operator(fake=_like_gradients)
+@operator(fake=like(2, 3, 4, 5, 6, 7))
 def gated_delta_backward(
     dout: Tensor,
-    dlast: Tensor | None,
+    dlast: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    state: Tensor,
     documents: Tensor,
-    state: Tensor | None,
     inverse: Tensor,
-    chunk: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g, beta and the first state."""
     if backend == "triton":
-        operands = (x.contiguous() for x in (q, k, v, g, beta))
-        options = (documents, _widen(state), inverse)
-        return _get_kernels().backward(dout, _widen(dlast), *operands, *options)
-    c = _Chunks(q, k, v, g, beta, documents, chunk)
-    do = _cut(dout, k.shape[2], chunk)
-    states, new = c.walk(inverse, state)
-    attended, k_write, q_read = c.attend(), c.k_write, c.q_read
-    dstates, dnew = torch.empty_like(states), attended.mT @ do
-    dstates[-1] = 0.0 if dlast is None else dlast.view_as(dstates[-1])
-    for n in reversed(range(len(dnew))):
-        dnew[n] += k_write[n] @ dstates[n + 1]
-        torch.mul(dstates[n + 1], c.keep[n], out=dstates[n])
-        dstates[n] += q_read[n].mT @ do[n]
-        dstates[n] -= c.W[n].mT @ dnew[n]
-    dW = (dnew @ states[:-1].mT).neg_()  # new = U - W S
-    dattended, dk_write = do @ new.mT, new @ dstates[1:].mT
-    dq_read = do @ states[:-1].mT
-    dbv, dbk = inverse.mT @ dnew, inverse.mT @ dW
-    # d(X^-1) = -X^-1 dX X^-1, and U and W are T times tensors that do not depend on A
-    dA = (dbv @ c.U.mT + dbk @ c.W.mT).mul_(c.D).tril_(-1).neg_()
-    dbeta = (dA * c.kk).sum(-1) + (dbv * c.v).sum(-1)
-    read_k = (dbk * c.k).sum(-1)
-    dbeta += c.read * read_k
-    dA *= c.beta[..., None]
-    # Every factor is exp of a difference of two sums of g. Its gradient times the factor is added
-    # to the first sum's gradient, and subtracted from the second's.
-    pairs = attended.mul_(dattended).addcmul_(dA, c.kk)
-    wrote = (dk_write * k_write).sum(-1)
-    dG = pairs.sum(-1) - pairs.sum(-2) + (dq_read * q_read).sum(-1) - wrote
-    dG += c.beta * c.read * read_k
-    carried = (dstates[1:] * states[:-1]).sum((-2, -1)) * c.keep[..., 0, 0]
-    dG[..., -1] += wrote.sum(-1) + carried
-    dg = dG.flip(-1).cumsum(-1).flip(-1)
-    # First sum over a key head's value heads, then multiply by its queries and keys.
-    dattended, dA = (x.sum(3, keepdim=True) for x in (dattended.mul_(c.D), dA))
-    dq = (c.read[..., None] * dq_read).sum(3, keepdim=True) + dattended @ c.k
-    dk = c.write[..., None] * dk_write + (c.beta * c.read)[..., None] * dbk
-    dk = dk.sum(3, keepdim=True) + dattended.mT @ c.q + (dA + dA.mT) @ c.k
-    dv = dbv.mul_(c.beta[..., None])
-    results = ((dq, q), (dk, k), (dv, v), (dg, g), (dbeta, beta))
-    dq, dk, dv, dg, dbeta = (_join(*pair) for pair in results)
+        operands = (q, k, v, g, beta, state, documents, inverse)
+        return _get_kernels().backward(dout, dlast, *operands)
+    with recording():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        chunks = _prepare(*leaves, documents)
+    c = _Chunks(*(x.detach() for x in chunks))
+    states, new, U, W = _walk(c, inverse, state)
+    do = _cut(dout, k.shape[2])
+    dstates, dnew = torch.empty_like(states), c.P.mT @ do
+    torch.matmul(c.q_read.mT, do, out=dstates[:-1])
+    dstates[-1] = dlast.view_as(dstates[-1])
+    for n in reversed(range(len(new))):
+        dnew[n] += c.k_write[n] @ dstates[n + 1]
+        dstates[n].addcmul_(c.keep[n], dstates[n + 1]).sub_(W[n].mT @ dnew[n])
+    dU, dW = dnew, (dnew @ states[:-1].mT).neg_()
+    dvalues, dkeys = inverse.mT @ dU, inverse.mT @ dW
+    # d(T X) = T (dX - dA T X), because T (I + A) = I
+    dA = (dvalues @ U.mT + dkeys @ W.mT).tril_(-1).neg_()
+    dchunks = _Chunks(
+        A=dA,
+        values=dvalues,
+        keys=dkeys,
+        P=do @ new.mT,
+        q_read=do @ states[:-1].mT,
+        k_write=new @ dstates[1:].mT,
+        keep=(dstates[1:] * states[:-1]).sum((-2, -1), keepdim=True),
+    )
+    with recording():
+        grads = torch.autograd.grad(chunks, leaves, dchunks)
+    dq, dk, dv, dg, dbeta = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dg, dbeta, dstates[0].flatten(1, 2).clone()
 
 
-class _Chunks:
-    """Operands cut into chunks, and the factors of decay between their tokens, all in [0, 1]."""
+_rule = differentiate(gated_delta, gated_delta_backward, num_kept=1)
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        documents: Tensor,
-        chunk: int,
-    ) -> None:
-        heads = k.shape[2]
-        self.q, self.k, self.v, g_cut, self.beta = (
-            _cut(x, heads, chunk) for x in (q, k, v, g, beta)
-        )
-        # Padding after the row's end belongs to its last document.
-        rest = documents[:, -1:].expand(-1, -documents.shape[1] % chunk)
-        padded = torch.cat([documents, rest], 1)
-        before_NB = torch.cat([padded[:, :1], padded[:, chunk - 1 : -1 : chunk]], 1).T
-        ids = padded.unflatten(1, (-1, chunk)).transpose(0, 1)[:, :, None, None]  # (N, B, 1, 1, C)
-        is_going_on = ids == before_NB[..., None, None, None]
-        G = g_cut.cumsum(-1)
-        crosses = (ids[..., :, None] != ids[..., None, :]) | _is_above(chunk, g.device)
-        # Masked before exp: above the diagonal it may overflow, and 0 * inf is NaN.
-        self.D = (G[..., :, None] - G[..., None, :]).masked_fill_(crosses, float("-inf")).exp_()
-        self.read = G.exp() * is_going_on  # of the state before the chunk
-        self.write = (G[..., -1:] - G).exp() * (ids == ids[..., -1:])  # to the state after it
-        self.keep = self.read[..., -1:, None]
-        self.kk = self.k @ self.k.mT
-        self.q_read = self.read[..., None] * self.q
-        self.k_write = self.write[..., None] * self.k
 
-    def invert(self) -> Tensor:
-        """Return T = (I + A)^-1."""
-        A = (self.kk * self.D).mul_(self.beta[..., None])
-        eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device).expand_as(A)
-        solved = torch.linalg.solve_triangular(A, eye, upper=False, unitriangular=True)
-        return solved.contiguous()
+class _Chunks(NamedTuple):
+    """The factors of the equations that depend on the tokens of one chunk only."""
 
-    def attend(self) -> Tensor:
-        """Return q k^T * D."""
-        return self.q @ self.k.mT * self.D
+    A: Tensor
+    values: Tensor  # beta v
+    keys: Tensor  # beta e^G k
+    P: Tensor
+    q_read: Tensor  # e^G q
+    k_write: Tensor  # e^(G_C - G) k
+    keep: Tensor  # e^(G_C)
 
-    def walk(self, inverse: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the state before each chunk, with that after the last, (N + 1, B, H, R, K, V), and
-        `new`.
-        """
-        self.U = inverse @ (self.beta[..., None] * self.v)
-        self.W = inverse @ ((self.beta * self.read)[..., None] * self.k)
-        new = torch.empty_like(self.U)
-        num_chunks, *outer, _, width = self.U.shape
-        states = new.new_empty(num_chunks + 1, *outer, self.k.shape[-1], width)
-        states[0] = 0.0 if state is None else state.view_as(states[0])
-        for n in range(num_chunks):
-            torch.sub(self.U[n], self.W[n] @ states[n], out=new[n])
-            torch.mul(states[n], self.keep[n], out=states[n + 1])
-            states[n + 1] += self.k_write[n].mT @ new[n]
-        return states, new
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor
+) -> _Chunks:
+    """Return the factors of all chunks; operands are as in `gated_delta`."""
+    heads = k.shape[2]
+    q, k, v = (_cut(x, heads) for x in (q, k, v))
+    G, beta = (_cut(x.unsqueeze(-1), heads) for x in (g, beta))  # (N, B, H, R, C, 1)
+    G, k_t = G.cumsum(-2), k.mT
+    # Padding after the row's end belongs to its last document.
+    places = torch.arange(-1, len(k) * CHUNK, device=k.device).clamp(0, documents.shape[1] - 1)
+    padded = documents[:, places]
+    ids = padded[:, 1:].unflatten(1, (-1, CHUNK)).transpose(0, 1)[:, :, None, None, :, None]
+    before = padded[:, :-1:CHUNK].T[:, :, None, None, None, None]
+    is_seen = (ids == ids.mT).tril()
+    # A mask before exp: above the diagonal it may overflow, and 0 * inf is NaN. With `G - G.mT`
+    # autograd would negate the gradient of all differences, and not of G alone.
+    D = (G + (-G).mT).add_(torch.where(is_seen, 0.0, float("-inf"))).exp_()
+    read = G.exp() * (ids == before)
+    write = (G[..., -1:, :] - G).exp() * (ids == ids[..., -1:, :])
+    return _Chunks(
+        A=k @ k_t * D * beta,
+        values=beta * v,
+        keys=beta * read * k,
+        P=q @ k_t * D,
+        q_read=read * q,
+        k_write=write * k,
+        keep=read[..., -1:, :],
+    )
+
+
+def _walk(c: _Chunks, inverse: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Visit the chunks in order. Return the state before each chunk, with the state after the last
+    one, (N + 1, B, H, R, K, V), `new`, U and W.
+    """
+    U, W = inverse @ c.values, inverse @ c.keys
+    new = torch.empty_like(U)
+    states = new.new_empty(len(new) + 1, *W.shape[1:-2], W.shape[-1], U.shape[-1])
+    states[0] = state.view_as(states[0])
+    for n in range(len(new)):
+        torch.sub(U[n], W[n] @ states[n], out=new[n])
+        torch.matmul(c.k_write[n].mT, new[n], out=states[n + 1]).addcmul_(c.keep[n], states[n])
+    return states, new, U, W
 
 
 def _get_kernels() -> Any:
@@ -425,26 +397,16 @@ def _get_kernels() -> Any:
     return gated_delta_triton
 
 
-def _widen(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.float().contiguous()
-
-
-def _is_above(chunk: int, device: torch.device) -> Tensor:
-    return torch.ones(chunk, chunk, dtype=torch.bool, device=device).triu(1)
-
-
-def _cut(x: Tensor, heads: int, chunk: int) -> Tensor:
-    """Cut (B, S, heads * R, ...) into (N, B, heads, R, C, ...), with zeros after the row's end."""
-    padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -x.shape[1] % chunk))
-    cut = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, chunk))
-    cut = cut.permute(1, 0, 3, 4, 2, *range(5, cut.dim()))
+def _cut(x: Tensor, heads: int) -> Tensor:
+    """Cut (B, S, heads * R, W) into (N, B, heads, R, C, W), with zeros after the row's end."""
+    padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
+    cut = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 4, 2, 5)
     return cut.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def _join(cut: Tensor, like: Tensor) -> Tensor:
     """Undo `_cut`, in the dtype and shape of `like`."""
-    joined = cut.permute(1, 0, 4, 2, 3, *range(5, cut.dim()))
-    joined = joined.flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
+    joined = cut.permute(1, 0, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, : like.shape[1]]
     return joined.to(like.dtype).contiguous()
 
 
@@ -453,9 +415,9 @@ def _(q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
     """Count the recurrence as two matmuls and an outer product per token; chunks take about twice
     as many FLOPs.
     """
-    return 6 * v[0] * v[1] * v[2] * v[3] * k[3]
+    return 6 * prod(v) * k[3]
 
 
 @register_flop_formula(torch.ops.titanlite.gated_delta_backward)
 def _(dout: Any, dlast: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> int:
-    return 12 * v[0] * v[1] * v[2] * v[3] * k[3]
+    return 12 * prod(v) * k[3]

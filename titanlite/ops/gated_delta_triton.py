@@ -68,8 +68,8 @@ def forward(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    state: Tensor,
     documents: Tensor,
-    state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, the last state and T, as `gated_delta.gated_delta` does."""
     launch = _Launcher(k, v, documents)
@@ -82,18 +82,18 @@ def forward(
 
 def backward(
     dout: Tensor,
-    dlast: Tensor | None,
+    dlast: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    state: Tensor,
     documents: Tensor,
-    state: Tensor | None,
     inverse: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the first state."""
-    launch, dout = _Launcher(k, v, documents), dout.contiguous()
+    launch = _Launcher(k, v, documents)
     W, sums, states, new, last = launch.walk(g, beta, inverse, state, is_known=True)
     dstates, dnew, dstate = (torch.empty_like(x) for x in (states, new, last))
     launch("dstates", q, k, W, sums, dout, dlast, dstates, dnew, dstate)
@@ -112,13 +112,13 @@ def backward(
 
 
 class _Launcher:
-    """Launcher of the kernels. The last dim of a grid is the number of rows times value heads or,
+    """Launcher of the kernels. A grid has chunks, blocks of columns, and rows times value heads or,
     for `dread`, times key heads.
     """
 
     def __init__(self, k: Tensor, v: Tensor, documents: Tensor) -> None:
         (batch, self.size, heads, _), value_heads = k.shape, v.shape[2]
-        self.k, self.v, self.documents = k, v, documents.contiguous()
+        self.k, self.v, self.documents = k, v, documents
         self.num_chunks = cdiv(self.size, CHUNK)
         self.outer = (batch, heads, value_heads // heads)
         self.sizes = {"H": heads, "G": value_heads, "V": v.shape[3]}
@@ -126,20 +126,21 @@ class _Launcher:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.v.dtype, device=self.v.device)
 
-    def __call__(self, name: str, *operands: Tensor | None, **more: Any) -> None:
+    def __call__(self, name: str, *operands: Tensor, **more: Any) -> None:
         kernel: Any = KERNELS[name]
         options = self.sizes | options_of(_find_table(self.v.device), name) | more
-        chunks, heads = self.num_chunks, options["H" if name == "dread" else "G"]
-        blocks = KEY_WIDTH // HALF if name == "dread" else options["V"] // options.get("BV", HALF)
-        # kernels that visit a whole row have no grid of chunks, and kernels of whole heads no grid
-        # of blocks
-        grids = {"solve": (chunks,), "states": (blocks,), "dstates": (blocks,), "dsolve": (chunks,)}
-        grid = (*grids.get(name, (chunks, blocks)), self.k.shape[0] * heads)
+        chunks, heads = self.num_chunks, options["G"]
+        blocks = options["V"] // options.get("BV", options["V"])
+        if name in ("states", "dstates"):  # they visit a whole row
+            chunks = 1
+        if name == "dread":
+            blocks, heads = KEY_WIDTH // HALF, options["H"]
+        grid = (chunks, blocks, self.k.shape[0] * heads)
         with device_of(self.v):
-            kernel[grid](*operands, self.documents, self.size, chunks, **options)
+            kernel[grid](*operands, self.documents, self.size, self.num_chunks, **options)
 
     def walk(
-        self, g: Tensor, beta: Tensor, inverse: Tensor, state: Tensor | None, *, is_known: bool
+        self, g: Tensor, beta: Tensor, inverse: Tensor, state: Tensor, *, is_known: bool
     ) -> tuple[Tensor, ...]:
         """Return W, the sums of g in chunks, the state before each chunk (B, N, G, K, V), `new`,
         and the last state; write T unless it is known.
@@ -147,11 +148,12 @@ class _Launcher:
         k, v = self.k, self.v
         batch, _, value_heads, width = v.shape
         W = self.empty(*v.shape[:3], KEY_WIDTH)
-        U, new = (self.empty(*v.shape) for _ in range(2))
-        sums = self.empty(*g.shape, dtype=torch.float32)
+        U, new = torch.empty_like(v), torch.empty_like(v)
+        sums = torch.empty_like(g, dtype=torch.float32)
         self("solve", k, v, g, beta, inverse, W, U, sums, IS_KNOWN=is_known)
         states = self.empty(batch, self.num_chunks, value_heads, KEY_WIDTH, width)
-        last = self.empty(batch, value_heads, KEY_WIDTH, width, dtype=torch.float32)
+        state = state.contiguous()
+        last = torch.empty_like(state)
         self("states", k, W, U, sums, state, states, new, last)
         return W, sums, states, new, last
 
@@ -166,23 +168,38 @@ def _place(program, S, H, G):
 
 
 @triton.jit
-def _load(pointer, t, columns, stride, inside):
-    """Load (C, columns) of tokens t."""
+def _load(pointer, tokens, columns, stride):
+    """Load (C, columns) of the tokens of a chunk."""
+    t, inside = tokens[0], tokens[1]
     place = pointer + t[:, None] * stride + columns[None, :]
     return tl.load(place, mask=inside[:, None], other=0.0)
 
 
 @triton.jit
-def _load_t(pointer, t, columns, stride, inside):
-    """Load (columns, C) of tokens t."""
+def _load_t(pointer, tokens, columns, stride):
+    """Load (columns, C) of the tokens of a chunk."""
+    t, inside = tokens[0], tokens[1]
     place = pointer + t[None, :] * stride + columns[:, None]
     return tl.load(place, mask=inside[None, :], other=0.0)
 
 
 @triton.jit
-def _store(pointer, t, columns, stride, inside, value):
+def _store(pointer, tokens, columns, stride, value):
+    t, inside = tokens[0], tokens[1]
     place = pointer + t[:, None] * stride + columns[None, :]
     tl.store(place, value.to(pointer.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _load_halves(place, V):
+    """Load the two halves of K of a state (K, columns)."""
+    return tl.load(place), tl.load(place + 64 * V)
+
+
+@triton.jit
+def _store_halves(place, first, second, V):
+    tl.store(place, first)
+    tl.store(place + 64 * V, second)
 
 
 @triton.jit
@@ -212,27 +229,15 @@ def _factors(sums, n, S, G, tokens):
 
 
 @triton.jit
-def _chunk(documents, sums, n, S, G):
-    """Return tokens of chunk n, whether they are in the row, their documents, and `_factors`."""
-    tokens = _tokens(documents, n, S)
-    total, read, write, keep = _factors(sums, n, S, G, tokens)
-    return tokens[0], tokens[1], tokens[2], total, read, write, keep
-
-
-@triton.jit
-def _decay(total, document, FIRST: tl.constexpr):
-    """Return D without the diagonals above -FIRST."""
-    i = tl.arange(0, C)
-    seen = (document[:, None] == document[None, :]) & (i[:, None] >= i[None, :] + FIRST)
-    return tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
-
-
-@triton.jit
-def _decay_t(total, document, FIRST: tl.constexpr):
-    """Compute the transpose of `_decay` directly, not by transposing it."""
-    i = tl.arange(0, C)
-    seen = (document[:, None] == document[None, :]) & (i[None, :] >= i[:, None] + FIRST)
-    return tl.exp(tl.where(seen, total[None, :] - total[:, None], float("-inf")))
+def _decay(total, tokens, FIRST: tl.constexpr, IS_TRANSPOSED: tl.constexpr = False):
+    """Return D without the diagonals above -FIRST, or its transpose, which is computed directly."""
+    t, document = tokens[0], tokens[2]
+    distance = t[:, None] - t[None, :]
+    decay = total[:, None] - total[None, :]
+    if IS_TRANSPOSED:
+        distance, decay = -distance, -decay
+    seen = (document[:, None] == document[None, :]) & (distance >= FIRST)
+    return tl.exp(tl.where(seen, decay, float("-inf")))
 
 
 @triton.jit
@@ -273,31 +278,32 @@ def solve_kernel(
     IS_KNOWN: tl.constexpr,
 ):
     """Compute sums of g, T, W, U of one chunk and value head."""
-    n, program = tl.program_id(0), tl.program_id(1)
+    n, program = tl.program_id(0), tl.program_id(2)
     b, _, row, key_row = _place(program, S, H, G)
-    t, inside, document, before, _ = _tokens(documents_ptr + b * S, n, S)
+    tokens = _tokens(documents_ptr + b * S, n, S)
+    t, inside, document, before, _ = tokens
     gate = tl.load(g_ptr + row + t * G, mask=inside, other=0.0)
     total = tl.cumsum(gate.to(tl.float32), 0)
     tl.store(sums_ptr + row + t * G, total, mask=inside)
     beta = tl.load(beta_ptr + row + t * G, mask=inside, other=0.0).to(tl.float32)
     keys, values = tl.arange(0, K), tl.arange(0, V)
     k_base = k_ptr + key_row * K
-    k = _load(k_base, t, keys, H * K, inside)
+    k = _load(k_base, tokens, keys, H * K)
     i = tl.arange(0, C)
-    T_place = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
+    T_place = T_ptr + (n.to(tl.int64) * tl.num_programs(2) + program) * C * C
     T_place += i[:, None] * C + i[None, :]
     if IS_KNOWN:
         T = tl.load(T_place)
     else:
-        A = tl.dot(k, _load_t(k_base, t, keys, H * K, inside)) * _decay(total, document, 1)
+        A = tl.dot(k, _load_t(k_base, tokens, keys, H * K)) * _decay(total, tokens, 1)
         T = _invert(A * beta[:, None]).to(k.dtype)
         tl.store(T_place, T)
     read = tl.where(document == before, tl.exp(total), 0.0)
     w = tl.dot(T, (k * (beta * read)[:, None]).to(T.dtype))
-    _store(W_ptr + row * K, t, keys, G * K, inside, w)
-    v = _load(v_ptr + row * V, t, values, G * V, inside)
+    _store(W_ptr + row * K, tokens, keys, G * K, w)
+    v = _load(v_ptr + row * V, tokens, values, G * V)
     u = tl.dot(T, (v * beta[:, None]).to(T.dtype))
-    _store(U_ptr + row * V, t, values, G * V, inside, u)
+    _store(U_ptr + row * V, tokens, values, G * V, u)
 
 
 @triton.jit
@@ -319,7 +325,7 @@ def states_kernel(
     BV: tl.constexpr,
 ):
     """Visit the chunks of one row, for BV columns of a value head's state, in two halves of K."""
-    block, program = tl.program_id(0), tl.program_id(1)
+    block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
     half, values = tl.arange(0, 64), block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
@@ -327,28 +333,24 @@ def states_kernel(
     k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
     u_base, new_base = U_ptr + row * V, new_ptr + row * V
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    state_1, state_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
-    if first_ptr is not None:
-        first = first_ptr + program.to(tl.int64) * K * V + inner
-        state_1, state_2 = tl.load(first), tl.load(first + 64 * V)
+    end = program.to(tl.int64) * K * V + inner
+    state_1, state_2 = _load_halves(first_ptr + end, V)
     for n in range(N):
-        t, inside, _, _, _, write, keep = _chunk(documents, sums, n, S, G)
+        tokens = _tokens(documents, n, S)
+        _, _, write, keep = _factors(sums, n, S, G, tokens)
         place = states_ptr + ((b * N + n) * G + head) * K * V + inner
         rounded_1, rounded_2 = state_1.to(dtype), state_2.to(dtype)
-        tl.store(place, rounded_1)
-        tl.store(place + 64 * V, rounded_2)
-        new = _load(u_base, t, values, G * V, inside).to(tl.float32)
-        new -= tl.dot(_load(w_base, t, half, G * K, inside), rounded_1)
-        new -= tl.dot(_load(w_base + 64, t, half, G * K, inside), rounded_2)
+        _store_halves(place, rounded_1, rounded_2, V)
+        new = _load(u_base, tokens, values, G * V).to(tl.float32)
+        new -= tl.dot(_load(w_base, tokens, half, G * K), rounded_1)
+        new -= tl.dot(_load(w_base + 64, tokens, half, G * K), rounded_2)
         rounded = new.to(dtype)
-        _store(new_base, t, values, G * V, inside, rounded)
-        k_1 = _load_t(k_base, t, half, H * K, inside) * write[None, :]
-        k_2 = _load_t(k_base + 64, t, half, H * K, inside) * write[None, :]
+        _store(new_base, tokens, values, G * V, rounded)
+        k_1 = _load_t(k_base, tokens, half, H * K) * write[None, :]
+        k_2 = _load_t(k_base + 64, tokens, half, H * K) * write[None, :]
         state_1 = state_1 * keep + tl.dot(k_1.to(rounded.dtype), rounded)
         state_2 = state_2 * keep + tl.dot(k_2.to(rounded.dtype), rounded)
-    end = last_ptr + program.to(tl.int64) * K * V + inner
-    tl.store(end, state_1)
-    tl.store(end + 64 * V, state_2)
+    _store_halves(last_ptr + end, state_1, state_2, V)
 
 
 @triton.jit
@@ -370,16 +372,16 @@ def read_kernel(
     """Compute the outputs of one chunk, for BV columns of a value head."""
     n, block, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
-    chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
-    t, inside, document, total, read, _, _ = chunk
+    tokens = _tokens(documents_ptr + b * S, n, S)
+    total, read, _, _ = _factors(sums_ptr + row, n, S, G, tokens)
     keys, values = tl.arange(0, K), block * BV + tl.arange(0, BV)
-    q = _load(q_ptr + key_row * K, t, keys, H * K, inside)
-    k_t = _load_t(k_ptr + key_row * K, t, keys, H * K, inside)
+    q = _load(q_ptr + key_row * K, tokens, keys, H * K)
+    k_t = _load_t(k_ptr + key_row * K, tokens, keys, H * K)
     state = states_ptr + ((b * N + n) * G + head) * K * V
     out = tl.dot(q, tl.load(state + keys[:, None] * V + values[None, :])) * read[:, None]
-    attended = (tl.dot(q, k_t) * _decay(total, document, 0)).to(q.dtype)
-    out += tl.dot(attended, _load(new_ptr + row * V, t, values, G * V, inside))
-    _store(out_ptr + row * V, t, values, G * V, inside, out)
+    attended = (tl.dot(q, k_t) * _decay(total, tokens, 0)).to(q.dtype)
+    out += tl.dot(attended, _load(new_ptr + row * V, tokens, values, G * V))
+    _store(out_ptr + row * V, tokens, values, G * V, out)
 
 
 @triton.jit
@@ -404,7 +406,7 @@ def dstates_kernel(
     """Visit the chunks backwards: compute the gradients of the state after each chunk and of `new`,
     for BV columns of a value head.
     """
-    block, program = tl.program_id(0), tl.program_id(1)
+    block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
     half, keys, values = tl.arange(0, 64), tl.arange(0, K), block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
@@ -413,37 +415,33 @@ def dstates_kernel(
     k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
     dout_base, dnew_base = dout_ptr + row * V, dnew_ptr + row * V
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    dstate_1, dstate_2 = tl.zeros([64, BV], tl.float32), tl.zeros([64, BV], tl.float32)
-    if dlast_ptr is not None:
-        end = dlast_ptr + program.to(tl.int64) * K * V + inner
-        dstate_1, dstate_2 = tl.load(end), tl.load(end + 64 * V)
+    end = program.to(tl.int64) * K * V + inner
+    dstate_1, dstate_2 = _load_halves(dlast_ptr + end, V)
     for m in range(N):
         n = N - 1 - m
-        t, inside, document, total, read, write, keep = _chunk(documents, sums, n, S, G)
+        tokens = _tokens(documents, n, S)
+        total, read, write, keep = _factors(sums, n, S, G, tokens)
         place = dstates_ptr + ((b * N + n) * G + head) * K * V + inner
         rounded_1, rounded_2 = dstate_1.to(dtype), dstate_2.to(dtype)
-        tl.store(place, rounded_1)
-        tl.store(place + 64 * V, rounded_2)
-        dout = _load(dout_base, t, values, G * V, inside)
-        k = _load(k_base, t, keys, H * K, inside)
-        q_t = _load_t(q_base, t, keys, H * K, inside)
-        attended_t = (tl.dot(k, q_t) * _decay_t(total, document, 0)).to(dtype)
+        _store_halves(place, rounded_1, rounded_2, V)
+        dout = _load(dout_base, tokens, values, G * V)
+        k = _load(k_base, tokens, keys, H * K)
+        q_t = _load_t(q_base, tokens, keys, H * K)
+        attended_t = (tl.dot(k, q_t) * _decay(total, tokens, 0, IS_TRANSPOSED=True)).to(dtype)
         dnew = tl.dot(attended_t, dout)
-        k_1 = _load(k_base, t, half, H * K, inside) * write[:, None]
-        k_2 = _load(k_base + 64, t, half, H * K, inside) * write[:, None]
+        k_1 = _load(k_base, tokens, half, H * K) * write[:, None]
+        k_2 = _load(k_base + 64, tokens, half, H * K) * write[:, None]
         dnew += tl.dot(k_1.to(dtype), rounded_1)
         dnew += tl.dot(k_2.to(dtype), rounded_2)
         rounded = dnew.to(dtype)
-        _store(dnew_base, t, values, G * V, inside, rounded)
-        q_1 = _load_t(q_base, t, half, H * K, inside) * read[None, :]
-        q_2 = _load_t(q_base + 64, t, half, H * K, inside) * read[None, :]
+        _store(dnew_base, tokens, values, G * V, rounded)
+        q_1 = _load_t(q_base, tokens, half, H * K) * read[None, :]
+        q_2 = _load_t(q_base + 64, tokens, half, H * K) * read[None, :]
         dstate_1 = dstate_1 * keep + tl.dot(q_1.to(dtype), dout)
-        dstate_1 -= tl.dot(_load_t(w_base, t, half, G * K, inside), rounded)
+        dstate_1 -= tl.dot(_load_t(w_base, tokens, half, G * K), rounded)
         dstate_2 = dstate_2 * keep + tl.dot(q_2.to(dtype), dout)
-        dstate_2 -= tl.dot(_load_t(w_base + 64, t, half, G * K, inside), rounded)
-    first = dfirst_ptr + program.to(tl.int64) * K * V + inner
-    tl.store(first, dstate_1)
-    tl.store(first + 64 * V, dstate_2)
+        dstate_2 -= tl.dot(_load_t(w_base + 64, tokens, half, G * K), rounded)
+    _store_halves(dfirst_ptr + end, dstate_1, dstate_2, V)
 
 
 @triton.jit
@@ -481,14 +479,13 @@ def dread_kernel(
     repeats: tl.constexpr = G // H
     key_row = b * S * H + key_head
     tokens = _tokens(documents_ptr + b * S, n, S)
-    t, inside, document = tokens[0], tokens[1], tokens[2]
     half = tl.arange(0, 64)
     keys = part * 64 + half
     k_base = k_ptr + key_row * K
-    q = _load(q_ptr + key_row * K, t, keys, H * K, inside)
-    k = _load(k_base, t, keys, H * K, inside)
+    q = _load(q_ptr + key_row * K, tokens, keys, H * K)
+    k = _load(k_base, tokens, keys, H * K)
     # of these columns only: other programs add the parts of dsums from other columns
-    qk = tl.dot(q, _load_t(k_base, t, keys, H * K, inside))
+    qk = tl.dot(q, _load_t(k_base, tokens, keys, H * K))
     dq, dk = tl.zeros([C, 64], tl.float32), tl.zeros([C, 64], tl.float32)
     for r in range(repeats):
         head = key_head * repeats + r
@@ -500,17 +497,17 @@ def dread_kernel(
         dP = tl.zeros([C, C], tl.float32)
         for x in range(V // 64):
             values = x * 64 + half
-            dout = _load(dout_base, t, values, G * V, inside)
-            dP += tl.dot(dout, _load_t(new_base, t, values, G * V, inside))
-        dP *= _decay(total, document, 0)
+            dout = _load(dout_base, tokens, values, G * V)
+            dP += tl.dot(dout, _load_t(new_base, tokens, values, G * V))
+        dP *= _decay(total, tokens, 0)
         dq += tl.dot(dP.to(k.dtype), k)
         dsums = tl.sum(dP * qk, 1) - tl.sum(dP * qk, 0)
         dP_t = tl.zeros([C, C], tl.float32)
         for x in range(V // 64):
             values = x * 64 + half
-            new = _load(new_base, t, values, G * V, inside)
-            dP_t += tl.dot(new, _load_t(dout_base, t, values, G * V, inside))
-        dP_t *= _decay_t(total, document, 0)
+            new = _load(new_base, tokens, values, G * V)
+            dP_t += tl.dot(new, _load_t(dout_base, tokens, values, G * V))
+        dP_t *= _decay(total, tokens, 0, IS_TRANSPOSED=True)
         dk += tl.dot(dP_t.to(q.dtype), q)
         wrote, carried = tl.zeros([C], tl.float32), tl.zeros([64], tl.float32)
         place = ((b * N + n) * G + head) * K
@@ -519,10 +516,10 @@ def dread_kernel(
             inner = (place + keys[None, :]) * V + values[:, None]
             state_t, dstate_t = tl.load(states_ptr + inner), tl.load(dstates_ptr + inner)
             carried += tl.sum(state_t.to(tl.float32) * dstate_t, 0)
-            dq_read = tl.dot(_load(dout_base, t, values, G * V, inside), state_t) * read[:, None]
+            dq_read = tl.dot(_load(dout_base, tokens, values, G * V), state_t) * read[:, None]
             dq += dq_read
             dsums += tl.sum(dq_read * q, 1)
-            dk_write = tl.dot(_load(new_base, t, values, G * V, inside), dstate_t)
+            dk_write = tl.dot(_load(new_base, tokens, values, G * V), dstate_t)
             dk_write *= write[:, None]
             dk += dk_write
             wrote += tl.sum(dk_write * k, 1)
@@ -534,11 +531,11 @@ def dread_kernel(
         for x in range(V // 64):
             values = x * 64 + half
             inner = (place + keys[None, :]) * V + values[:, None]
-            dnew = _load(dnew_base, t, values, G * V, inside)
+            dnew = _load(dnew_base, tokens, values, G * V)
             dW -= tl.dot(dnew, tl.load(states_ptr + inner))
-        _store(dW_ptr + row * K, t, keys, G * K, inside, dW)
-    _store(dq_ptr + key_row * K, t, keys, H * K, inside, dq)
-    _store(dk_ptr + key_row * K, t, keys, H * K, inside, dk)
+        _store(dW_ptr + row * K, tokens, keys, G * K, dW)
+    _store(dq_ptr + key_row * K, tokens, keys, H * K, dq)
+    _store(dk_ptr + key_row * K, tokens, keys, H * K, dk)
 
 
 @triton.jit
@@ -567,16 +564,18 @@ def dsolve_kernel(
     """Compute the gradients through T and its operands for one chunk and value head: the rest of
     dk, and dv, dbeta, dg.
     """
-    n, program = tl.program_id(0), tl.program_id(1)
+    n, program = tl.program_id(0), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
-    chunk = _chunk(documents_ptr + b * S, sums_ptr + row, n, S, G)
-    t, inside, document, total, read, _, keep = chunk
+    tokens = _tokens(documents_ptr + b * S, n, S)
+    t, inside, _, _, _ = tokens
+    total, read, _, keep = _factors(sums_ptr + row, n, S, G, tokens)
     beta = tl.load(beta_ptr + row + t * G, mask=inside, other=0.0).to(tl.float32)
+    scale = beta * read
     half, i = tl.arange(0, 64), tl.arange(0, C)
     k_base, dw_base = k_ptr + key_row * K, dW_ptr + row * K
     v_base, dnew_base = v_ptr + row * V, dnew_ptr + row * V
     dk_base, dv_base = dk_ptr + row * K, dv_ptr + row * V
-    T_base = T_ptr + (n.to(tl.int64) * tl.num_programs(1) + program) * C * C
+    T_base = T_ptr + (n.to(tl.int64) * tl.num_programs(2) + program) * C * C
     T_t = tl.load(T_base + i[None, :] * C + i[:, None])
     dtype: tl.constexpr = T_ptr.dtype.element_ty
     # dT = dU (beta v)^T + dW (beta e^G k)^T
@@ -584,36 +583,36 @@ def dsolve_kernel(
     dbeta, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for x in range(V // 64):
         values = x * 64 + half
-        dnew = _load(dnew_base, t, values, G * V, inside)
-        v_t = _load_t(v_base, t, values, G * V, inside) * beta[None, :]
+        dnew = _load(dnew_base, tokens, values, G * V)
+        v_t = _load_t(v_base, tokens, values, G * V) * beta[None, :]
         dT += tl.dot(dnew, v_t.to(dtype))
         dbv = tl.dot(T_t, dnew)
-        dbeta += tl.sum(dbv * _load(v_base, t, values, G * V, inside), 1)
-        _store(dv_base, t, values, G * V, inside, dbv * beta[:, None])
+        dbeta += tl.sum(dbv * _load(v_base, tokens, values, G * V), 1)
+        _store(dv_base, tokens, values, G * V, dbv * beta[:, None])
     for x in range(K // 64):
         keys = x * 64 + half
-        dW = _load(dw_base, t, keys, G * K, inside)
-        k_t = _load_t(k_base, t, keys, H * K, inside) * (beta * read)[None, :]
+        dW = _load(dw_base, tokens, keys, G * K)
+        k_t = _load_t(k_base, tokens, keys, H * K) * scale[None, :]
         dT += tl.dot(dW, k_t.to(dtype))
-        along += tl.sum(tl.dot(T_t, dW) * _load(k_base, t, keys, H * K, inside), 1)
-    dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, document, 1)
+        along += tl.sum(tl.dot(T_t, dW) * _load(k_base, tokens, keys, H * K), 1)
+    dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, tokens, 1)
     for x in range(K // 64):
         keys = x * 64 + half
-        k_t = _load_t(k_base, t, keys, H * K, inside)
-        kk += tl.dot(_load(k_base, t, keys, H * K, inside), k_t)
+        k_t = _load_t(k_base, tokens, keys, H * K)
+        kk += tl.dot(_load(k_base, tokens, keys, H * K), k_t)
     dbeta += read * along + tl.sum(dA * kk, 1)
     dA *= beta[:, None]
-    dsums = beta * read * along + tl.sum(dA * kk, 1) - tl.sum(dA * kk, 0)
+    dsums = scale * along + tl.sum(dA * kk, 1) - tl.sum(dA * kk, 0)
     # Its transpose, by separate matmuls and after the rest, because registers are scarce.
     dT_t = tl.zeros([C, C], tl.float32)
     for x in range(V // 64):
         values = x * 64 + half
-        v = _load(v_base, t, values, G * V, inside) * beta[:, None]
-        dT_t += tl.dot(v.to(dtype), _load_t(dnew_base, t, values, G * V, inside))
+        v = _load(v_base, tokens, values, G * V) * beta[:, None]
+        dT_t += tl.dot(v.to(dtype), _load_t(dnew_base, tokens, values, G * V))
     for x in range(K // 64):
         keys = x * 64 + half
-        k = _load(k_base, t, keys, H * K, inside) * (beta * read)[:, None]
-        dT_t += tl.dot(k.to(dtype), _load_t(dw_base, t, keys, G * K, inside))
+        k = _load(k_base, tokens, keys, H * K) * scale[:, None]
+        dT_t += tl.dot(k.to(dtype), _load_t(dw_base, tokens, keys, G * K))
     place = ((b * N + n) * G + head) * K
     wrote = tl.zeros([C], tl.float32)
     for part in range(K // 64):
@@ -621,13 +620,14 @@ def dsolve_kernel(
         dsums += tl.load(dsums_ptr + vector)
         wrote += tl.load(wrote_ptr + vector)
     T = tl.load(T_base + i[:, None] * C + i[None, :])
-    dA_t = tl.dot(tl.dot(T, dT_t.to(dtype)).to(dtype), T) * _decay_t(total, document, 1)
+    dA_t = tl.dot(tl.dot(T, dT_t.to(dtype)).to(dtype), T)
+    dA_t *= _decay(total, tokens, 1, IS_TRANSPOSED=True)
     both = (dA - dA_t * beta[None, :]).to(dtype)  # dA + dA^T
     for x in range(K // 64):
         keys = x * 64 + half
-        dk = tl.dot(T_t, _load(dw_base, t, keys, G * K, inside)) * (beta * read)[:, None]
-        dk += tl.dot(both, _load(k_base, t, keys, H * K, inside))
-        _store(dk_base, t, keys, G * K, inside, dk)
+        dk = tl.dot(T_t, _load(dw_base, tokens, keys, G * K)) * scale[:, None]
+        dk += tl.dot(both, _load(k_base, tokens, keys, H * K))
+        _store(dk_base, tokens, keys, G * K, dk)
     tl.store(dbeta_ptr + row + t * G, dbeta, mask=inside)
     # The write factors e^(G_C - G_j) depend on the gates after j, and the factor of the state on
     # all gates.

@@ -71,28 +71,44 @@ def like(*places: int) -> Callable[..., Any]:
     return fake
 
 
-def differentiate(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def differentiate(
+    forward: Callable[..., Any], backward: Callable[..., Any], num_kept: int = 0
+) -> Callable[..., Any]:
     """Return the operator `forward`, of tensors and then numbers, with an autograd formula.
     `backward` takes contiguous gradients of the results and all operands, which are saved, and
-    returns the gradients of the first operands.
+    returns the gradients of the first operands. The last `num_kept` results are not returned;
+    `backward` takes them after the tensors.
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *operands: Any) -> Any:
             tensors = [x for x in operands if isinstance(x, torch.Tensor)]
-            ctx.save_for_backward(*tensors)
             ctx.numbers = operands[len(tensors) :]
-            return forward(*operands)
+            results = forward(*operands)
+            kept = results[-num_kept:] if num_kept else ()
+            ctx.save_for_backward(*tensors, *kept)
+            return results[:-num_kept] if num_kept else results
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor):
             operands = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, this recomputes
             found = backward(*(grad.contiguous() for grad in grads), *operands)
-            return *found, *[None] * (len(operands) - len(found))
+            return *found, *[None] * (len(operands) - num_kept - len(found))
 
     return Differentiable.apply
+
+
+@contextmanager
+def recording() -> Generator[None]:
+    """Record operations for autograd, even inside of an operator that compiled code or a dispatch
+    mode, such as a counter of FLOPs, calls below autograd.
+    """
+    autograd = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(autograd, False)
+        yield
 
 
 def find_stand_in(name: str) -> StandIn | None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from triton_interpreter import repair
 
-from titanlite.ops import launchers
+from titanlite.ops import gated_delta, launchers
 from titanlite.ops.delta_inputs import delta_inputs
 from titanlite.ops.gated_delta import (
     find_triton_problem,
@@ -78,9 +78,10 @@ def run(function, inputs, *options, **keywords):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("gate", [0.05, 25.0])  # with a fast decay, a leak hides in noise
-def test_chunks_equal_the_recurrence(lengths, chunk, gate):
+def test_chunks_equal_the_recurrence(monkeypatch, lengths, chunk, gate):
+    monkeypatch.setattr(gated_delta, "CHUNK", chunk)
     inputs, documents = draw(lengths, gate)
-    ours = run(gated_delta_rule, inputs, documents, chunk=chunk)
+    ours = run(gated_delta_rule, inputs, documents)
     for actual, expected in zip(ours, run(recurrence, inputs, documents), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
@@ -121,9 +122,9 @@ def test_steps_go_on_from_a_padded_prompt():
         torch.testing.assert_close(out[row, :length], expected[row, :length], rtol=1e-9, atol=1e-10)
         row_state = state[row : row + 1]
         for t in range(length, 100):
-            token = (x[row : row + 1, t] for x in (q, k, v, g, beta))
+            token = (x[row : row + 1, t : t + 1] for x in (q, k, v, g, beta))
             step, row_state = gated_delta_step(*token, row_state)
-            torch.testing.assert_close(step[0], expected[row, t], rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(step[0, 0], expected[row, t], rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(row_state[0], last[row], rtol=1e-9, atol=1e-10)
 
 
@@ -139,12 +140,12 @@ def test_narrow_inputs_are_summed_in_float32(dtype, bound):
 
 def test_operators_without_data_have_the_shapes_and_layouts_of_those_with():
     inputs, documents = draw([70], 0.05, torch.float32)
-    options = (documents[:, :70].int(), None, 64, "torch")
-    given = [x.detach() for x in inputs]
-    torch.library.opcheck(torch.ops.titanlite.gated_delta.default, (*given, *options))
-    inverse = torch.ops.titanlite.gated_delta(*given, *options)[2]
+    state = torch.zeros(()).expand(2, G, K, V)
+    given = [*(x.detach() for x in inputs), state, documents.int()]
+    torch.library.opcheck(torch.ops.titanlite.gated_delta.default, (*given, "torch"))
+    inverse = torch.ops.titanlite.gated_delta(*given, "torch")[2]
     dout, dlast = torch.randn(2, 70, G, V), torch.randn(2, G, K, V)
-    backward = (dout, dlast, *given, *options[:2], inverse, 64, "torch")
+    backward = (dout, dlast, *given, inverse, "torch")
     torch.library.opcheck(torch.ops.titanlite.gated_delta_backward.default, backward)
 
 
@@ -169,7 +170,7 @@ def test_backends_that_do_not_run_here_are_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     wide, narrow = draw_for_kernels([5], torch.bfloat16, 0.05)[0], draw([5], 0.05)[0]
     wide = [x.detach().cpu() for x in wide[:5]]
-    with pytest.raises(ValueError, match=r"'triton': keys are 16 wide, values 12, chunks 64 long;"):
+    with pytest.raises(ValueError, match=r"'triton': keys are 16 wide and values 12;"):
         gated_delta_rule(*narrow, backend="triton")
     with pytest.raises(ValueError, match=r"needs a CUDA device, and the tensors are on cpu\. Use"):
         gated_delta_rule(*wide, backend="triton")
