@@ -1,9 +1,10 @@
-"""The memory of a tensor as bytes."""
+"""The memory of a tensor as bytes, and keys of tensors outside of the model's files."""
 
 import pytest
 import torch
 
-from titanlite.checkpoint.pieces import bytes_of
+from titanlite.checkpoint.pieces import Layout, bytes_of, checkpoint_pieces
+from titanlite.models.families import families
 
 
 @pytest.mark.parametrize(
@@ -18,3 +19,12 @@ def test_bytes_of_is_the_memory_itself(dtype):
     )
     assert flat.to(torch.float32).tolist() == [0, 1, 0, 0, 0]
     assert len(bytes_of(torch.empty(0, dtype=dtype))) == 0
+
+
+def test_a_tensor_of_the_sidecar_has_its_own_name_in_any_layout():
+    name = "model.layers.0.mlp.gate.expert_bias"
+    config = families()["qwen3_5_moe_text"].presets["debug"]
+    layout = Layout(prefix="model.language_model.")
+    assert [piece.key for piece in checkpoint_pieces(name, (4,), config, layout)] == [name]
+    (norm,) = checkpoint_pieces("model.norm.weight", (4,), config, layout)
+    assert norm.key == "model.language_model.norm.weight"

@@ -95,6 +95,7 @@ def test_tensor_larger_than_a_file_gets_its_own():
     ]
     files = lay_out(items, "model", 8)
     assert [[held.key for held, _ in file.items] for file in files] == [["a"], ["b"], ["c", "d"]]
+    assert [len(file.items) for file in lay_out(items[1:], "model", 8)] == [1, 2], "none is empty"
 
 
 def test_files_are_created_at_full_size_and_never_over_others(tmp_path):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.materialize import Region, region_of
+from titanlite.materialize.layout import write_rows
 
 
 @st.composite
@@ -107,3 +108,13 @@ def test_plain_tensor_is_whole(shape):
     region = region_of(torch.empty(shape, device="meta"))
     assert region == Region((0,) * len(shape), shape)
     assert region.numel == math.prod(shape)
+
+
+def test_encoded_rows_are_written_where_their_values_belong():
+    held = torch.zeros(3, 4, 2, dtype=torch.uint8)  # rows of two bytes
+    box = Region((2, 5, 0), (2, 2, 8))
+    rows = torch.arange(1, 9, dtype=torch.uint8).view(4, 2)
+    write_rows(rows, held, box, outer=Region((1, 4, 0), (3, 4, 8)))
+    expected = torch.zeros_like(held)
+    expected[1:3, 1:3] = rows.view(2, 2, 2)
+    assert torch.equal(held, expected)

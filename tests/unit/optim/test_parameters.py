@@ -77,6 +77,7 @@ def test_bad_multipliers_are_one_error():
     assert (
         "'head*' matches no parameter" in text
         and "'lm_head*' matches frozen parameters only" in text
+        and "'head*' matches frozen" not in text
     )
 
 
