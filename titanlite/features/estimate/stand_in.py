@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import build_objective, build_on_meta, build_optimizer
@@ -183,13 +183,14 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
             handle.remove()
 
 
-@torch.no_grad()  # with gradients, the part of a DTensor on meta would be a view, not a fake tensor
 def _allocate(plan: Plan, model: Model) -> None:
     """Allocate tensors without data, in the same way as `materialize.allocate`."""
     for entry in plan.entries:
         if not entry.tensor.is_meta or entry.is_remote:
             continue
-        local = torch.empty(entry.local_shape, dtype=entry.dtype)
+        with unset_fake_temporarily():  # a fake mode has no operators for a DTensor on meta
+            shape = entry.local_shape
+        local = torch.empty(shape, dtype=entry.dtype)
         if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):
             exchange(entry.tensor, sharded_like(entry.tensor, local))
             continue
