@@ -45,13 +45,14 @@ def tokenizer_of(*tokens, **named):
     )
 
 
-CLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "patch_size": 4,
-}
+def clip_vision(**changes):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return {**sizes, "image_size": 8, "patch_size": 4, **changes}
 
 
 def image_processor(name, **options):
@@ -61,44 +62,45 @@ def image_processor(name, **options):
     return getattr(hf, f"{name}ImageProcessor" + ("" if find_torchvision() else "Pil"))(**options)
 
 
-def qwen2_5_vl():
+def qwen(version):
     import transformers as hf
 
     tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
     tokenizer = tokenizer_of(*tokens)
     start, image, end, video = tokenizer.convert_tokens_to_ids(list(tokens))
-    processor = hf.Qwen2_5_VLProcessor(
-        hf.Qwen2VLImageProcessor(
-            size={"shortest_edge": 8 * 8, "longest_edge": 16 * 24}, patch_size=4
-        ),
+    sizes = {"size": {"shortest_edge": 8 * 8, "longest_edge": 16 * 24}, "patch_size": 4}
+    videos = "Qwen3VLVideoProcessor" if version == "3" else "Qwen2VLVideoProcessor"
+    processor = getattr(hf, "Qwen3VLProcessor" if version == "3" else "Qwen2_5_VLProcessor")(
+        hf.Qwen2VLImageProcessor(**sizes),
         tokenizer,
-        hf.Qwen2VLVideoProcessor(patch_size=4),
+        getattr(hf, videos)(patch_size=4),
         chat_template=TEMPLATE.format(image="<|vision_start|> <|image_pad|> <|vision_end|>"),
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    config = hf.Qwen2_5_VLConfig(
-        text_config={
-            **TEXT_SIZES,
-            "vocab_size": len(tokenizer),
-            "head_dim": 8,
-            "rope_parameters": rope,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 4,
-            "out_hidden_size": 32,
-            "patch_size": 4,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        image_token_id=image,
-        video_token_id=video,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
+    text = {**TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": rope}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+    }
+    vision |= (
+        {"patch_size": 4, "deepstack_visual_indexes": [0]} if version == "3" else {"patch_size": 4}
     )
-    return config, processor
+    vision |= (
+        {"num_position_embeddings": 64}
+        if version == "3"
+        else {"window_size": 16, "fullatt_block_indexes": [1]}
+    )
+    ids = {
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+    }
+    kind = hf.Qwen3VLConfig if version == "3" else hf.Qwen2_5_VLConfig
+    return kind(text_config=text, vision_config=vision, **ids), processor
 
 
 def gemma3():
@@ -119,13 +121,22 @@ def gemma3():
     text = {**TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 16}
     config = hf.Gemma3Config(
         text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config={**CLIP, "image_size": 16},
+        vision_config=clip_vision(image_size=16),
         mm_tokens_per_image=4,
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
         image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
     )
     return config, processor
+
+
+def clip_and_llama(config, tokenizer, **options):
+    return config(
+        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
+        vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        **options,
+    )
 
 
 def llava_next():
@@ -145,18 +156,14 @@ def llava_next():
         num_additional_image_tokens=1,
         chat_template=TEMPLATE.format(image="<image>"),
     )
-    vision = {**CLIP, "model_type": "clip_vision_model", "image_size": 8, "projection_dim": 32}
-    config = hf.LlavaNextConfig(
-        text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config=vision,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=[[8, 16], [16, 16]],
-    )
-    return config, processor
+    return clip_and_llama(
+        hf.LlavaNextConfig, tokenizer, image_grid_pinpoints=[[8, 16], [16, 16]]
+    ), processor
 
 
 FAMILIES = {
-    "qwen2_5_vl": qwen2_5_vl,
+    "qwen2_5_vl": lambda: qwen("2.5"),
+    "qwen3_vl": lambda: qwen("3"),
     "gemma3": gemma3,
     "llava_next": llava_next,
 }
@@ -186,7 +193,7 @@ def write_rows(folder):
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    if name == "qwen2_5_vl" and not find_torchvision():
+    if name in ("qwen2_5_vl", "qwen3_vl") and not find_torchvision():
         pytest.skip("its processor needs a torchvision that goes with this torch")
     config, processor = FAMILIES[name]()
     torch.manual_seed(0)
