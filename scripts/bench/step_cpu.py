@@ -32,7 +32,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -273,7 +273,8 @@ def run_step(team: Forked, number: int) -> tuple[float, float]:
     Raises RuntimeError: a rank failed.
     """
     for pipe in team.pipes:
-        pipe.send(number)
+        with suppress(OSError):  # the rank died, and reading reports this
+            pipe.send(number)
     answers = team.receive(600)
     for kind, text in answers:
         if kind == "error":
