@@ -180,7 +180,7 @@ def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> 
             }
             yield Choice(
                 values=found,
-                rate=setup.step_tokens / seconds / degrees.ranks_per_sequence,
+                rate=setup.step_tokens / seconds,
                 nbytes=nbytes,
                 batch=batch,
                 fits=nbytes <= usable,

@@ -53,6 +53,8 @@ _MOVED_AGAIN = {"none": (0, 0, 0, 0), "selective": (0, 1, 1, 0), "full": (6, 1, 
 # values moved for each feature of the residual stream: by routing, for a copy of a row that is
 # sent, and for that copy in recomputation
 _ROUTED, _SENT, _SENT_AGAIN = 18, 8.3, 2
+# values moved for each of a row's features in experts that are not fused, and in recomputation
+_UNFUSED, _UNFUSED_AGAIN = 31, 24
 _STATES = 3  # features that a delta net stores where attention stores one
 
 
@@ -164,7 +166,9 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank."""
+        """Tokens of a micro-batch on one rank. Inside of layers a tp rank has all of its group, and
+        a share of each one's features.
+        """
         ranks = self.degrees.ranks_per_sequence
         return self.local_batch_size * self.seq_len // ranks
 
@@ -206,7 +210,7 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
     kept, whole = _kept(sizes, setup, setup.mode), _kept(sizes, setup, "none")
     kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
-    logits = min(tokens, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
+    logits = min(tokens * degrees.tp, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
     head = logits + (_HEADS if is_split else _WHOLE_HEADS) * outside
     work = units + 2 * is_split * outside + 1.5 * whole * tokens
     if setup.micro_batches > 1:
@@ -223,11 +227,10 @@ def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
         return _HALF * hidden + setup.keeps_attention * sizes.attention_bytes / layers
     attention, mlp = sizes.attention_width / layers, sizes.mlp_width / layers
     experts = sizes.expert_width / layers * sizes.top_k
-    split = setup.degrees.tp
     if mode == "selective":
-        features = 4 * hidden + (1.4 * attention + 0.67 * mlp) / split + experts * 0.6
+        features = 4 * hidden + 1.4 * attention + 0.67 * mlp + experts * 0.6
     else:
-        features = 4 * hidden + (1.5 * attention + mlp) / split + experts * 0.67
+        features = 4 * hidden + 1.5 * attention + mlp + experts * 0.67
     features += sizes.top_k * sizes.unfused_width
     return _HALF * (features + _rows_sent(sizes, setup.degrees.ep) * hidden)
 
@@ -278,17 +281,18 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
         ),
         (head, sizes.outside.trained, 1.0, "dense", tp),
     ):
-        flops = 2 * values * share * tokens / (tp if rate == "dense" else 1)
+        flops = 2 * values * share * tokens
         read = values * _HALF / split
         busy = max(flops / hardware.rate(rate), read / memory)
         kernels += busy
         backward += busy * (1 + (trained > 0))
-    attention_s = tokens / tp / hardware.rate("flash")
+    attention_s = tokens / hardware.rate("flash")
     core = sizes.core_flops * attention_s
     rows_sent = _rows_sent(sizes, ep) * sizes.hidden_size * sizes.num_layers
     routed = _ROUTED * sizes.hidden_size * sizes.num_layers * (sizes.num_experts > 0)
-    widths = _widths(sizes, _MOVED, tp) + routed + _SENT * rows_sent
-    again = _widths(sizes, _MOVED_AGAIN[setup.mode], tp)
+    unfused = sizes.top_k * sizes.unfused_width * sizes.num_layers
+    widths = _widths(sizes, _MOVED) + routed + _SENT * rows_sent + _UNFUSED * unfused
+    again = _widths(sizes, _MOVED_AGAIN[setup.mode])
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
     sent = rows_sent * _HALF * tokens
     # Kernels wait for two all-to-alls in forward and one in backward. One more overlaps with them
@@ -297,11 +301,11 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     waits = 4 * COLLECTIVE_S * sizes.num_layers * (ep > 1)
     kernels += core + decoded
     backward += 2.5 * core + decoded + beside + waits
-    backward += tokens * sizes.vocab_size / tp * _LOGIT_TRAFFIC / elementwise
-    backward += max(tokens / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
+    backward += tokens * sizes.vocab_size * _LOGIT_TRAFFIC / elementwise
+    backward += max(tokens * tp / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
     if setup.mode == "full":
         backward += kernels - setup.keeps_attention * sizes.attention_flops * attention_s
-        again += _SENT_AGAIN * rows_sent
+        again += _SENT_AGAIN * rows_sent + _UNFUSED_AGAIN * unfused
     moved = _HALF * tokens / memory
     kernels += widths / 3 * moved + 2 * beside + waits
     backward += (widths * 2 / 3 + again) * moved
@@ -325,12 +329,12 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     )
 
 
-def _widths(sizes: Sizes, factors: tuple[float, ...], tp: int) -> float:
+def _widths(sizes: Sizes, factors: tuple[float, ...]) -> float:
     """Return the values that elementwise kernels of all layers move for a token."""
     residual, attention, mlp, experts = factors
     split = attention * sizes.attention_width + mlp * sizes.mlp_width
     whole = residual * sizes.hidden_size * sizes.num_layers
-    return whole + split / tp + experts * sizes.expert_width * sizes.top_k
+    return whole + split + experts * sizes.expert_width * sizes.top_k
 
 
 def _rate_of_experts(sizes: Sizes) -> str:

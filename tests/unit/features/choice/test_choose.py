@@ -12,7 +12,7 @@ from titanlite.config.parallelism import CHOSEN
 from titanlite.config.settings import get_value
 from titanlite.features.choice import at_start
 from titanlite.features.choice.at_start import choose_for, describe_model
-from titanlite.features.choice.choose import describe, find_hardware, keep_choice, take
+from titanlite.features.choice.choose import describe, find_all, find_hardware, keep_choice, take
 from titanlite.features.choice.hardware import get_hardware
 from titanlite.metrics.run_folder import get_identity
 from titanlite.preflight import check
@@ -50,6 +50,21 @@ def test_the_choice(overrides, ranks, hardware, expected):
     assert not taken.unwritten and training.global_batch_size == before.global_batch_size
     assert training.global_batch_size % (training.local_batch_size * taken.degrees.dp) == 0
     assert f"about {choice.rate:,.0f} tokens/s per GPU" in describe(choice, hardware)
+
+
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_ranks_of_one_sequence_are_as_busy_as_ranks_of_different_ones(axis):
+    """Two sequences on two ranks cost a rank nearly what one sequence on one rank does."""
+    settings = [f"--{key}=1" for key in CHOSEN if key.startswith("parallelism")]
+    settings += ["--training.seq_len=8192", "--activation_checkpoint.mode=full"]
+    found = []
+    for ranks in (1, 2):
+        split = f"--parallelism.{axis}_parallel_degree={ranks}"
+        one = checked(*settings, split, f"--training.local_batch_size={ranks}")
+        found += find_all(one, describe_model(one, build_unsharded), H100, batch=8)
+    alone, together = found
+    assert together.rate == pytest.approx(alone.rate, rel=0.1)
+    assert together.nbytes == pytest.approx(alone.nbytes, rel=0.1)
 
 
 def test_the_same_model_is_built_once_for_several_choices(monkeypatch):
