@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import titanlite
-from titanlite.ops import adamw
+from titanlite.features.rounded_adamw import adamw
 
 ROOT = Path(__file__).resolve().parents[2]
 _KINDS = ("float32", "bfloat16", "to the nearest")

@@ -114,7 +114,7 @@ def test_stream(preview):
         (
             chats(40),
             ["--data.streaming=true", "--validation.enable=false", "--training.objective=dpo"],
-            "no end",
+            "no known end",
         ),
     ],
 )

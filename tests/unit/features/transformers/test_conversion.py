@@ -195,7 +195,7 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
             for file in model_files(plan, model.config, torch.float32)
             for item, _ in file.items
         ]
-        assert not any(item.mine for item in items if item.local.is_meta)
+        assert not any(item.is_owner for item in items if item.local.is_meta)
         left = [item.key for item in items if item.local.is_meta]
         for entry in plan.entries:
             if entry.fqn in expected:
