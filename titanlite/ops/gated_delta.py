@@ -302,9 +302,9 @@ def gated_delta_backward(
         operands = (q, k, v, g, beta, state, documents, inverse)
         return _get_kernels().backward(dout, dlast, *operands)
     with recording():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
-        chunks = _prepare(*leaves, documents)
-    c = _Chunks(*(x.detach() for x in chunks))
+        q, k, v, g, beta = (x.detach().requires_grad_() for x in (q, k, v, g, beta))
+        chunks = _prepare(q, k, v, g, beta, documents)
+    c = _Chunks._make(x.detach() for x in chunks)
     states, new, U, W = _walk(c, inverse, state)
     do = _cut(dout, k.shape[2])
     dstates, dnew = torch.empty_like(states), c.P.mT @ do
@@ -327,7 +327,7 @@ def gated_delta_backward(
         keep=(dstates[1:] * states[:-1]).sum((-2, -1), keepdim=True),
     )
     with recording():
-        grads = torch.autograd.grad(chunks, leaves, dchunks)
+        grads = torch.autograd.grad(chunks, (q, k, v, g, beta), dchunks)
     dq, dk, dv, dg, dbeta = (grad.contiguous() for grad in grads)
     return dq, dk, dv, dg, dbeta, dstates[0].flatten(1, 2).clone()
 
@@ -353,8 +353,8 @@ def _prepare(
     """Return the factors of all chunks; operands are as in `gated_delta`."""
     heads = k.shape[2]
     q, k, v = (_cut(x, heads) for x in (q, k, v))
-    G, beta = (_cut(x.unsqueeze(-1), heads) for x in (g, beta))  # (N, B, H, R, C, 1)
-    G, k_t = G.cumsum(-2), k.mT
+    g, beta = (_cut(x.unsqueeze(-1), heads) for x in (g, beta))  # (N, B, H, R, C, 1)
+    G, k_t = g.cumsum(-2), k.mT
     # Padding after the row's end belongs to its last document.
     places = torch.arange(-1, len(k) * CHUNK, device=k.device).clamp(0, documents.shape[1] - 1)
     padded = documents[:, places]

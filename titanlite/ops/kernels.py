@@ -105,9 +105,11 @@ def recording() -> Generator[None]:
     """Record operations for autograd, even inside of an operator that compiled code or a dispatch
     mode, such as a counter of FLOPs, calls below autograd.
     """
-    autograd = torch._C.DispatchKey.AutogradFunctionality
-    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(autograd, False)
+    c = torch._C  # pyright: ignore[reportPrivateUsage]  # there is no public way
+    with c._PreserveDispatchKeyGuard(), torch.enable_grad():  # pyright: ignore[reportPrivateUsage]
+        c._dispatch_tls_set_dispatch_key_excluded(  # pyright: ignore[reportPrivateUsage]
+            c.DispatchKey.AutogradFunctionality, False
+        )
         yield
 
 

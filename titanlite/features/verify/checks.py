@@ -89,7 +89,7 @@ def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -
     for t in tensors:
         key = t.stored.key
         t.dtype = now[key].partition(":")[0]
-        t.before = seen.get(key, known.get(key, ""))
+        t.before = seen.get(key) or known.get(key, "")
         t.entry = rows.get(key, {"state": "frozen"} if fnmatch(key, frozen) else {})
         same = t.before == now[key] if t.base is None else t.digest == t.base.digest
         t.is_kept = same and t.before.startswith(t.dtype)
