@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measure a training step on one GPU operator by operator, beside what `step_traffic.py` and `plan`
-expect of it.
+"""Measure a training step on one GPU operator by operator, beside what `plan` expects of it.
 
     python scripts/bench/step_gpu.py               # Qwen3-30B-A3B and Qwen3-8B, cut to few layers, about a minute
 

@@ -87,7 +87,8 @@ def certify_checkpoints(parts: Parts) -> None:
             if path and not base:
                 base.update(digest_base(Path(path), group))
         except CheckpointError as error:
-            logger.warning("certificate: without digests of the base: %s", error)
+            if dist.get_rank() == 0:
+                logger.warning("certificate: without digests of the base: %s", error)
 
         def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
             done, first = stepper.first, known.get("first_step")
