@@ -58,9 +58,10 @@ class _Overlap(NamedTuple):
         is_raw = self.stored.scale is None and self.request.encoding is None
         if not is_raw or self.piece.is_transposed:
             return False
+        if target.device.type != "cpu" or target.dtype != self.stored.dtype:
+            return False
         here = self.box.within(self.request.region)
-        is_one_range = len([*islice(here.runs(self.request.region.lengths), 2)]) == 1
-        return is_one_range and target.device.type == "cpu" and target.dtype == self.stored.dtype
+        return len([*islice(here.runs(self.request.region.lengths), 2)]) == 1
 
 
 class SafetensorsReader:
