@@ -332,9 +332,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
 def _widths(sizes: Sizes, factors: tuple[float, ...]) -> float:
     """Return the values that elementwise kernels of all layers move for a token."""
     residual, attention, mlp, experts = factors
-    split = attention * sizes.attention_width + mlp * sizes.mlp_width
-    whole = residual * sizes.hidden_size * sizes.num_layers
-    return whole + split + experts * sizes.expert_width * sizes.top_k
+    widths = residual * sizes.hidden_size * sizes.num_layers
+    widths += attention * sizes.attention_width + mlp * sizes.mlp_width
+    return widths + experts * sizes.expert_width * sizes.top_k
 
 
 def _rate_of_experts(sizes: Sizes) -> str:
