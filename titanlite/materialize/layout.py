@@ -144,7 +144,7 @@ class Encoding(Protocol):
         """Encode rows of values (N, W) as bytes (N, bytes of a row), uint8."""
         ...
 
-    def can_adopt(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+    def can_adopt(self, dtype: torch.dtype, block: tuple[int, ...]) -> bool:
         """Return True if codes of `dtype` in a file, with a scale for each `block`, can be stored
         unchanged.
         """

@@ -275,7 +275,7 @@ class BlockEncoding:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         return encode_blocks(values, self.layout).flatten(1)
 
-    def can_adopt(self, dtype: torch.dtype, block: tuple[int, int]) -> bool:
+    def can_adopt(self, dtype: torch.dtype, block: tuple[int, ...]) -> bool:
         codes = {FP8: torch.float8_e4m3fn, MXFP4: torch.uint8}.get(self.layout)
         return dtype == codes and block[1] == self.layout.block
 
