@@ -80,13 +80,16 @@ TILES = {
 # There the larger tile spills 200 bytes per thread to the stack, up to Triton 3.7.
 TILES["blackwell"] = TILES["large"] | {"swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
 _FEW_ROWS = 64  # per group, on average
+_EPILOGUES = {SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}
 # small tiles, so that tests of edges and of several tiles per group take seconds, not minutes
 _INTERPRETED_TILE = Tile(32, 32, 16, 4, 2, 1)
 _INTERPRETED_SMS = 4
 
 # TRITON_INTERPRET=1, read when the kernels were decorated: they run on CPU tensors, slowly.
 INTERPRETED = not isinstance(_kernels.row_gemm_kernel, triton.JITFunction)
-SOFTMAX_BLOCK, SOFTMAX_WARPS = 64 if INTERPRETED else 8192, 8  # columns at once
+# columns at once
+SOFTMAX_BLOCK = 64 if INTERPRETED else 8192
+SOFTMAX_WARPS = 8
 
 
 def cdiv(count: int, size: int) -> int:
@@ -113,7 +116,8 @@ def row_grouped_gemm(
         offsets_E: (E,) int32.
         rows_M: (M,) int32 row of `x` for each m.
     """
-    M, (_, _, N) = _num_rows(x, rows_M), weight_EKN.shape
+    M = _num_rows(x, rows_M)
+    N = weight_EKN.shape[2]
     y = x.new_empty(M, N)
     _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, y=y)
     return y
@@ -131,8 +135,10 @@ def row_grouped_swiglu(
     """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up *
     row_weight, (M, I).
     """
-    M, inner = _num_rows(x, rows_M), weight_EKN.shape[2] // 2
-    h, z = x.new_empty(M, inner), x.new_empty(M, 2 * inner) if keep else None
+    M = _num_rows(x, rows_M)
+    inner = weight_EKN.shape[2] // 2
+    h = x.new_empty(M, inner)
+    z = x.new_empty(M, 2 * inner) if keep else None
     _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, z=z, h=h, row_weight=row_weight_M)
     return h, z
 
@@ -148,9 +154,11 @@ def row_grouped_swiglu_backward(
     """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight
     (E, D, I).
     """
-    M, inner = _num_rows(dy, rows_M), weight_EKN.shape[2]
+    M = _num_rows(dy, rows_M)
+    inner = weight_EKN.shape[2]
     tile = _tile_of("swiglu_backward", dy, tma=_tma_fits(weight_EKN))
-    dz, h = dy.new_empty(M, 2 * inner), dy.new_empty(M, inner)
+    dz = dy.new_empty(M, 2 * inner)
+    h = dy.new_empty(M, inner)
     parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
     out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
     _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, **out)
@@ -181,9 +189,10 @@ def reduction_grouped_gemm(
     unfenced = _is_unfenced(x)
     # On an H200, TMA gains more than a copy costs: 519 instead of 380 TFLOP/s.
     if unfenced or _tma_fits(x, dy):
-        x, dy = (
-            t if r is None else t.index_select(0, r) for t, r in ((x, x_rows_M), (dy, dy_rows_M))
-        )
+        if x_rows_M is not None:
+            x = x.index_select(0, x_rows_M)
+        if dy_rows_M is not None:
+            dy = dy.index_select(0, dy_rows_M)
         x_rows_M = dy_rows_M = None
     gathered = x_rows_M is not None or dy_rows_M is not None
     tile = _tile_of("wgrad_gather" if gathered else "wgrad", x)
@@ -247,29 +256,26 @@ def _launch_rows(
     M = _num_rows(x, rows)
     if not M or not N:
         return
-    if (unfenced := _is_unfenced(x)) and rows is not None:
-        x, rows = x.index_select(0, rows), None
+    unfenced = _is_unfenced(x)
+    if unfenced and rows is not None:
+        x = x.index_select(0, rows)
+        rows = None
+    kernel = _EPILOGUES.get(epilogue, "gemm")
+    if epilogue == PLAIN and rows is not None:
+        kernel = "gemm_gather"
+    elif epilogue == PLAIN and M // E <= _FEW_ROWS:
+        kernel = "gemm_few_rows"
     k_major = weight.stride(1) == 1
     stored = weight.mT if k_major else weight
+    weight_by_tma = _tma_fits(stored)
+    x_by_tma = weight_by_tma and rows is None and _tma_fits(x)
+    tile = _tile_of(kernel, x, tma=weight_by_tma)
     operands: list[Any] = [x, weight]
-    use_tma = _tma_fits(stored)
-    plain = (
-        "gemm_gather" if rows is not None else "gemm_few_rows" if M // E <= _FEW_ROWS else "gemm"
-    )
-    tile = _tile_of(
-        {PLAIN: plain, SWIGLU: "swiglu", SWIGLU_BACKWARD: "swiglu_backward"}[epilogue],
-        x,
-        tma=use_tma,
-    )
-    if use_tma:
-        operands[1] = TensorDescriptor.from_tensor(
-            stored, [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
-        )
-        if rows is None and _tma_fits(x):
-            operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-    by_tma = operands[0] is not x and use_tma
-    # an upper bound: only the device knows the exact number
-    most_tiles = (M // tile.rows + E + 1) * cdiv(N, tile.cols)
+    if x_by_tma:
+        operands[0] = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
+    if weight_by_tma:
+        block = [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
+        operands[1] = TensorDescriptor.from_tensor(stored, block)
     y, z, h = (out.get(name) for name in ("y", "z", "h"))
     pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
     out_strides = (0 if t is None else t.stride(0) for t in (y, z, h))
@@ -280,12 +286,14 @@ def _launch_rows(
         "BK": tile.depth,
         "EPILOGUE": epilogue,
         "K_MAJOR": k_major,
-    }
-    constants |= {"TMA_X": operands[0] is not x, "TMA_W": use_tma, "EVEN_K": K % tile.depth == 0}
-    constants |= {
+        "TMA_X": x_by_tma,
+        "TMA_W": weight_by_tma,
+        "EVEN_K": K % tile.depth == 0,
         "E_CEIL": next_power_of_2(E + 1),
-        **_constants(x, tile, in_one_stage=unfenced and not by_tma),
+        **_constants(x, tile, in_one_stage=unfenced and not x_by_tma),
     }
+    # an upper bound: only the device knows the exact number
+    most_tiles = (M // tile.rows + E + 1) * cdiv(N, tile.cols)
     with device_of(x):
         grid = (min(most_tiles, _most_programs(x, tile)),)
         _kernels.row_gemm_kernel[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
@@ -406,11 +414,10 @@ def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Ten
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
     if rows:
-        found, sizes = (maximum_C, sum_C, target_C), (vocab_size, logits_CV.stride(0))
+        operands = (logits_CV, column_C, maximum_C, sum_C, target_C)
+        sizes = (vocab_size, logits_CV.stride(0))
         with device_of(logits_CV):
-            _kernels.softmax_statistics_kernel[(rows,)](
-                logits_CV, column_C, *found, *sizes, **_softmax(vocab_size)
-            )
+            _kernels.softmax_statistics_kernel[(rows,)](*operands, *sizes, **_softmax(vocab_size))
     return maximum_C, sum_C, target_C
 
 
@@ -422,10 +429,8 @@ def softmax_gradient_(
     """
     rows, vocab_size = logits_CV.shape
     if rows:
-        operands, sizes = (
-            (logits_CV, shift_C, scale_C, hit_C, column_C),
-            (vocab_size, logits_CV.stride(0)),
-        )
+        operands = (logits_CV, shift_C, scale_C, hit_C, column_C)
+        sizes = (vocab_size, logits_CV.stride(0))
         options = _softmax(vocab_size)
         grid = (rows, cdiv(vocab_size, options["BLOCK"]))
         with device_of(logits_CV):
