@@ -108,14 +108,8 @@ class Attention(SelfAttention):
         self.v_proj = Linear(hidden, config.num_kv_heads * config.head_dim, bias=bias, std=std)
         o_bias = bias and config.attention_output_bias
         self.o_proj = Linear(config.num_heads * config.head_dim, hidden, bias=o_bias, std=std)
-        self.q_norm, self.k_norm = (
-            None
-            if not config.qk_norm
-            else SplitRMSNorm(heads * config.head_dim, config.rms_norm_eps)
-            if config.qk_norm_of_all_heads
-            else RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
-            for heads in (config.num_heads, config.num_kv_heads)
-        )
+        self.q_norm = _head_norm(config, config.num_heads)
+        self.k_norm = _head_norm(config, config.num_kv_heads)
         self.core_attention = CoreAttention(config.head_dim**-0.5)
         # Every rank holds the sinks of all heads, and reads only the part for its heads.
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
@@ -158,6 +152,15 @@ class Attention(SelfAttention):
             return rotate_heads(q_norm(q_BSHK), k_norm(k_BSGK), cos_sin)
         weights = local_tensor(q_norm.weight), local_tensor(k_norm.weight)
         return rotate_heads(q_BSHK, k_BSGK, cos_sin, weights, q_norm.eps, q_norm.offset)
+
+
+def _head_norm(config: ModelConfig, num_heads: int) -> RMSNorm | None:
+    """Return the norm of each head, or the norm of all heads together, if the family has one."""
+    if not config.qk_norm:
+        return None
+    if config.qk_norm_of_all_heads:
+        return SplitRMSNorm(num_heads * config.head_dim, config.rms_norm_eps)
+    return RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
 
 class WindowedAttention(Attention):

@@ -193,9 +193,9 @@ class Decoder(Model):
             return logits_BV
         hidden_BSD, aux = self.model(tokens_BS, positions_BS, document_ids_BS, starts_N1=starts_N1)
         out = self.lm_head(hidden_BSD, labels_BS, reduction)
-        return (
-            out if labels_BS is None else LossSums(out, out.new_zeros(()) if aux is None else aux)
-        )
+        if labels_BS is None:
+            return out
+        return LossSums(out, out.new_zeros(()) if aux is None else aux)
 
     def configure(
         self,
