@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -51,17 +50,19 @@ class _Overlap(NamedTuple):
     request: ReadRequest
     box: Region
 
-    @property
-    def is_direct(self) -> bool:
-        """Return True if the file's bytes are those of one range of the shard, on the host."""
+    def memory(self) -> memoryview | None:
+        """Return the memory of the shard that the file's bytes belong to; None if they must be
+        changed, or belong to a device or to several ranges.
+        """
         target = self.request.destination
         is_raw = self.stored.scale is None and self.request.encoding is None
         if not is_raw or self.piece.is_transposed:
-            return False
+            return None
         if target.device.type != "cpu" or target.dtype != self.stored.dtype:
-            return False
+            return None
         here = self.box.within(self.request.region)
-        return len([*islice(here.runs(self.request.region.lengths), 2)]) == 1
+        first, count = next(here.runs(self.request.region.lengths))
+        return bytes_of(target.view(-1)[first : first + count]) if count == here.numel else None
 
 
 class SafetensorsReader:
@@ -244,9 +245,13 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
     buffers = threading.local()
     for part in parts:
         size = part.stored.dtype.itemsize
-        if part.is_direct:
+        memory = part.memory()
+        if memory is not None:
             for box in part.box.slabs(DIRECT_BYTES // size):
-                yield partial(_read_directly, files, part._replace(box=box))
+                nbytes = box.numel * size
+                runs = part.piece.runs(box)
+                yield partial(_read_runs, files, part.stored, runs, memory[:nbytes])
+                memory = memory[nbytes:]
             continue
         elements = JOB_BYTES // size
         if part.stored.scale is not None:
@@ -284,15 +289,6 @@ def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buf
 
 
 @torch.no_grad()
-def _read_directly(files: Mapping[Path, int], part: _Overlap) -> None:
-    """Read one part into the memory of the shard."""
-    request = part.request
-    shard = request.destination.view(request.region.lengths)
-    target = shard[part.box.within(request.region).slices]
-    _read_runs(files, part.stored, part.piece.runs(part.box), target.view(-1))
-
-
-@torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
     stored, piece, request, _ = part
@@ -308,7 +304,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -
         values = _read_quantized(files, stored, piece, box, adopted_by)
     else:
         values = buffer.memory[:nbytes].view(stored.dtype)
-        _read_runs(files, stored, piece.runs(part.box), values)
+        _read_runs(files, stored, piece.runs(part.box), bytes_of(values))
         values = values.view(box.lengths)
     if piece.is_transposed:
         values = values.mT
@@ -330,11 +326,10 @@ def _read_runs(
     files: Mapping[Path, int],
     stored: StoredTensor,
     runs: Iterable[tuple[int, int]],
-    values: torch.Tensor,
+    memory: memoryview,
 ) -> None:
-    """Read `runs` of elements (first, count) into the contiguous one-dimensional `values`."""
+    """Read `runs` of elements (first, count) into `memory`, one after another."""
     size = stored.dtype.itemsize
-    memory = bytes_of(values)
     for first, count in runs:
         nbytes = count * size
         read_bytes(files, stored.file, memory[:nbytes], stored.offset + first * size)
@@ -363,7 +358,7 @@ def _read_quantized(
         """Read the blocks that `box` touches."""
         touched = box.in_blocks(rows, columns)
         values = torch.empty(touched.lengths, dtype=tensor.dtype)
-        _read_runs(files, tensor, touched.runs(tensor.shape), values.view(-1))
+        _read_runs(files, tensor, touched.runs(tensor.shape), bytes_of(values.view(-1)))
         return values
 
     per_byte = 2 if stored.is_packed else 1
