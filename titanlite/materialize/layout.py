@@ -5,7 +5,6 @@ Names, global shapes, regions and sources always describe the values. Only the e
 tensor's memory, in whole rows of values.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -96,23 +95,14 @@ class Region:
         if self.lengths == shape:
             yield 0, self.numel
             return
-        dim = len(shape)
-        length = 1
-        while dim and length == math.prod(shape[dim:]):
-            dim -= 1
-            length *= self.lengths[dim]
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        base = sum(
-            start * stride for start, stride in zip(self.starts[dim:], strides[dim:], strict=True)
-        )
-        held = (
-            range(s * stride, (s + n) * stride, stride)
-            for s, n, stride in zip(
-                self.starts[:dim], self.lengths[:dim], strides[:dim], strict=True
-            )
-        )
-        for offsets in itertools.product(*held):
-            yield base + sum(offsets), length
+        inner = math.prod(shape[1:])
+        if self.lengths[1:] == shape[1:]:
+            yield self.starts[0] * inner, self.numel
+            return
+        runs = [*Region(self.starts[1:], self.lengths[1:]).runs(shape[1:])]
+        for row in range(self.starts[0], self.ends[0]):
+            for first, count in runs:
+                yield row * inner + first, count
 
     def row_runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """Yield the `runs`, counted in rows of the last dim; in one dim each element is a row."""
@@ -278,7 +268,7 @@ def _stored_here(tensor: torch.Tensor) -> Region:
     return stored
 
 
-def region_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
+def region_at(tensor: DTensor, coordinate: Sequence[int]) -> Region:
     """Return the region of the values that the rank at `coordinate` of the tensor's mesh holds."""
     return _values_in(tensor, _stored_at(tensor, coordinate))
 
@@ -288,34 +278,23 @@ def _values_in(tensor: torch.Tensor, stored: Region) -> Region:
     return stored if encoding is None else encoding.values_in(stored)
 
 
-def _stored_at(tensor: torch.Tensor, coordinate: Sequence[int]) -> Region:
+def _stored_at(tensor: DTensor, coordinate: Sequence[int]) -> Region:
     """Return the part of `tensor` in the memory of the rank at `coordinate` of its mesh."""
     starts = [0] * tensor.dim()
     lengths = list(tensor.shape)
-    for dim, num_ranks, rank in _splits_in_order(tensor, coordinate):
-        chunk = -(-lengths[dim] // num_ranks)
-        begin = min(rank * chunk, lengths[dim])
-        starts[dim] += begin
-        lengths[dim] = min(chunk, lengths[dim] - begin)
-    return Region(tuple(starts), tuple(lengths))
-
-
-def _splits_in_order(tensor: torch.Tensor, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (dim, number of ranks, this rank) of the axes that split `tensor`, in the order of the
-    splits: FSDP's `_StridedShard` splits the shard of tensor or expert parallelism.
-    """
-    if not isinstance(tensor, DTensor):
-        return []
-    shards: list[tuple[int, int, int]] = []
-    strided: list[tuple[int, int, int]] = []
     placements: Any = tensor.placements  # their common base class has no `dim`
-    for placement, num_ranks, rank in zip(
-        placements, tensor.device_mesh.shape, coordinate, strict=True
+    axes = zip(placements, tensor.device_mesh.shape, coordinate, strict=True)
+    # FSDP's `_StridedShard` splits the shard of tensor or expert parallelism.
+    for placement, num_ranks, rank in sorted(
+        axes, key=lambda axis: hasattr(axis[0], "split_factor")
     ):
         if _is_split(placement):
-            is_strided = hasattr(placement, "split_factor")
-            (strided if is_strided else shards).append((placement.dim, num_ranks, rank))
-    return shards + strided
+            dim = placement.dim
+            chunk = -(-lengths[dim] // num_ranks)
+            begin = min(rank * chunk, lengths[dim])
+            starts[dim] += begin
+            lengths[dim] = min(chunk, lengths[dim] - begin)
+    return Region(tuple(starts), tuple(lengths))
 
 
 def num_replicas(tensor: torch.Tensor, world_size: int) -> int:
