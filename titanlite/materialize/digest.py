@@ -9,7 +9,6 @@ words apart, with d odd, their difference (below 2**32) is multiplied by an odd 
 + 2). A swap of rows or tensors leaves the digest unchanged with a probability of about 2**-32.
 """
 
-import threading
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -22,16 +21,6 @@ import torch.nn.functional as F
 MODULUS = 1 << 64
 _WORDS = 1 << 17  # of a block: 1 MiB, as a read has; smaller ones would wait for the GIL more often
 _FACTOR = 0x9E3779B97F4A7C15  # 5 modulo 8, so that its powers repeat after 2**62
-
-
-class _Scratch(threading.local):
-    """Memory of a thread for one block: new memory for each would cost more than its digest."""
-
-    def __init__(self) -> None:
-        self.words = np.empty(_WORDS, np.int64)
-
-
-_SCRATCH = _Scratch()
 
 
 @cache
@@ -64,12 +53,8 @@ def digest(memory: torch.Tensor, first: int = 0) -> int:
     for start in range(0, len(words), _WORDS):
         block = words[start : start + _WORDS]
         weights = _weights(memory.device)[: len(block)]
-        if is_cpu:
-            mixed = np.right_shift(block, 32, out=_SCRATCH.words[: len(block)])
-            mixed += block
-            sums.append(np.einsum("i,i->", mixed, weights))
-        else:
-            sums.append((((block >> 32) + block) * weights).sum())
+        mixed = (block >> 32) + block
+        sums.append(np.einsum("i,i->", mixed, weights) if is_cpu else (mixed * weights).sum())
     at = first // 8
     return sum(int(x) * shift(at + i * _WORDS) for i, x in enumerate(sums)) % MODULUS
 
