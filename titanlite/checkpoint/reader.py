@@ -130,10 +130,6 @@ class SafetensorsReader:
     def _parts(self, request: ReadRequest) -> Iterator[_Overlap]:
         where = f"checkpoint {self.name}"
         region = request.region
-        if not request.destination.is_contiguous():
-            raise CheckpointError(
-                f"{where}: {request.name} has a shard that is not contiguous in memory."
-            )
         left = region.numel
         for stored, piece in self._tensors[request.name]:
             if box := piece.region.overlap(region):

@@ -49,7 +49,7 @@ _Digests = dict[tuple[str, Region], int]  # digests of shards that several ranks
 
 @torch.no_grad()
 def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | None = None) -> None:
-    """Turn the meta tensors of `plan` into real tensors on `device`, filled with poison
+    """Turn the meta tensors of `plan` into real, contiguous tensors on `device`, filled with poison
     (`poison_of`).
 
     Buffers go to `buffer_device` if it is given. Tensors that were never on meta are moved with
@@ -69,10 +69,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
         target = (
             buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
         )
-        if tensor.is_meta and not tensor.is_contiguous():
-            new = torch.empty_like(tensor, device=target, dtype=entry.dtype, requires_grad=False)
-            _poison(local_of(new), ends_only=False)
-        elif tensor.is_meta:
+        if tensor.is_meta:
             local = torch.empty(entry.local_shape, dtype=entry.dtype, device=target)
             # A pass over all memory costs as much as reading the file. If the reader itself proves
             # that its reads cover every element, poison at both ends is enough to find a tensor
@@ -288,7 +285,7 @@ def _entry_problems(entry: TensorEntry, current: dict[str, torch.Tensor]) -> lis
                 f"{_explain(entry.source)}"
             )
     elif local.dtype.is_floating_point or local.dtype.is_complex:
-        problems += _value_problems(entry, plain_of(local))
+        problems += _value_problems(entry, local)
     elif not isinstance(entry.source, Keep) and local.numel():
         # Every integer is a legal value, but a tensor that is all poison was not filled.
         poison = poison_of(local.dtype)
@@ -303,7 +300,7 @@ def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
     # overflows. float8 and complex32 have no sum.
     if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
         return []
-    chunks = local.reshape(-1).split(_chunk_of(local)) if local.is_contiguous() else [local]
+    chunks = local.reshape(-1).split(_HOST_CHUNK if local.device.type == "cpu" else _DEVICE_CHUNK)
     num_nan = sum(int(_comparable(chunk).isnan().sum()) for chunk in chunks)
     if num_nan:
         is_kept = isinstance(entry.source, Keep)
@@ -333,26 +330,9 @@ def _explain(source: Source) -> str:
     )
 
 
-def plain_of(local: torch.Tensor) -> torch.Tensor:
-    """Return the stored values of a tensor of any layout as a strided tensor without lazy
-    conjugation or negation.
-    """
-    if local.is_quantized:
-        return local.int_repr()
-    if local.layout is torch.sparse_coo:
-        return local.coalesce().values()
-    if local.layout is not torch.strided:
-        return local.values()
-    return local.resolve_conj().resolve_neg()
-
-
-def _chunk_of(local: torch.Tensor) -> int:
-    return _HOST_CHUNK if local.device.type == "cpu" else _DEVICE_CHUNK
-
-
 def bit_digest(local: torch.Tensor) -> int:
-    """Return the digest of the bits of a shard of any layout."""
-    return digest(bytes_in(plain_of(local.detach()).contiguous()))
+    """Return the digest of the bits of a shard."""
+    return digest(bytes_in(local.detach().contiguous()))
 
 
 def _differing(gathered: list[_Digests]) -> list[str]:

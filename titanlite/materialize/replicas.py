@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite.materialize.digest import bytes_in
 from titanlite.materialize.layout import is_remote, local_of
 
 
@@ -88,10 +89,7 @@ def broadcast(replicas: Iterable[Replica]) -> None:
         local = local_of(replica.tensor)
         if not replica.hops or not local.numel():
             continue
-        sent = local.contiguous()
         # The first broadcast gives correct data only to ranks that differ from the owner in its
         # axis alone. A later broadcast overwrites the data of the remaining ranks.
         for group, source in replica.hops:
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=source)
-        if sent is not local:
-            local.copy_(sent)
+            dist.broadcast(bytes_in(local), group=group, group_src=source)

@@ -196,23 +196,16 @@ class Recipe:
     def fill(
         self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
     ) -> None:
-        """Write `region` of the tensor `name` of global `shape` into `local`, in place, cast to its
-        dtype.
+        """Write `region` of the tensor `name` of global `shape` into the contiguous `local`, cast
+        to its dtype.
         """
         if local.numel() == 0:
             return
-        rows = (
-            local
-            if local.is_contiguous()
-            else torch.empty_like(local, memory_format=torch.contiguous_format)
-        )
-        self._draw(rows, region, shape, seed, name)
+        self._draw(local, region, shape, seed, name)
         if self.zero_row is not None:
             index = self.zero_row % shape[0] - region.starts[0]
             if 0 <= index < region.lengths[0]:
-                rows[index].zero_()
-        if rows is not local:
-            local.copy_(rows)
+                local[index].zero_()
 
     def _draw(
         self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str

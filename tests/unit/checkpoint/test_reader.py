@@ -241,14 +241,6 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
         assert len(made) < 20  # of 80 jobs; most were never started
 
 
-def test_shard_that_is_not_contiguous_is_refused(tmp_path):
-    reader, _ = open_reader(write_files(tmp_path, {"w": torch.ones(4, 6)}))
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint here: w has a shard that is not contiguous in memory\."
-    ):
-        reader.read([ReadRequest("w", whole((4, 6)), torch.empty(6, 4).T)])
-
-
 @pytest.mark.parametrize(
     ("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 1)]
 )

@@ -296,6 +296,14 @@ def test_global_random_state_and_default_dtype_do_not_matter():
     assert torch.equal(*results)
 
 
+def test_a_transposed_tensor_is_contiguous_afterwards():
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.empty(3, 4, device="meta").T))
+    value = torch.arange(12.0).view(4, 3)
+    materialize(model, "cpu", [{"w": Compute(lambda: value)}])
+    assert torch.equal(model.w, value) and model.w.is_contiguous()
+
+
 def test_works_inside_a_meta_context():
     with torch.device("meta"):
         model = nn.Linear(3, 4)
