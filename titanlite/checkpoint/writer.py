@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -82,7 +82,7 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
     `file_bytes` (4 GiB).
     """
     limit = FILE_BYTES if file_bytes is None else file_bytes
-    groups: list[list[list[Item]]] = [[]]
+    groups: list[list[Item]] = [[]]
     used = 0
     for _, same_key in groupby(items, key=lambda item: item.key):
         pieces = list(same_key)
@@ -90,21 +90,19 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
         if groups[-1] and used + nbytes > limit:
             groups.append([])
             used = 0
-        groups[-1].append(pieces)
+        groups[-1] += pieces
         used += nbytes
     files = []
-    for i, tensors in enumerate(groups):
-        sizes = (sum(item.nbytes for item in pieces) for pieces in tensors)
-        *starts, nbytes = accumulate(sizes, initial=0)
+    for i, held in enumerate(groups):
+        nbytes = 0
+        starts: dict[str, int] = {}  # of each tensor in the data
+        for item in held:
+            starts.setdefault(item.key, nbytes)
+            nbytes += item.nbytes
         header = encode_header(
-            (pieces[0].key, pieces[0].dtype, pieces[0].piece.shape, start)
-            for pieces, start in zip(tensors, starts, strict=True)
+            (item.key, item.dtype, item.piece.shape, starts[item.key]) for item in held
         )
-        placed = tuple(
-            (item, len(header) + start)
-            for pieces, start in zip(tensors, starts, strict=True)
-            for item in pieces
-        )
+        placed = tuple((item, len(header) + starts[item.key]) for item in held)
         number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         files.append(
             FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes)
@@ -243,34 +241,23 @@ def snapshot(
     Pass the copies to the next call as `reused`: allocating and pinning memory takes longer than
     copying.
     """
-    shards = {
-        _identity(item.local): item.local
-        for file in files
-        for item, _ in file.items
-        if item.is_owner
-    }
     copies: _Copies = {}
-    for identity, local in shards.items():
-        copies[identity] = reused[identity] if identity in reused else _like(local)
-        copies[identity].copy_(local, non_blocking=local.is_cuda)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
     copied = []
     for file in files:
-        items = [
-            (replace(item, local=copies[_identity(item.local)]) if item.is_owner else item, offset)
-            for item, offset in file.items
-        ]
+        items = []
+        for item, offset in file.items:
+            if item.is_owner:
+                local = item.local
+                # `local_of` makes a new tensor object of the same memory each time
+                identity = local.data_ptr(), local.dtype, local.shape
+                if identity not in copies:
+                    copy = reused.get(identity)
+                    if copy is None:
+                        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+                    copies[identity] = copy.copy_(local, non_blocking=local.is_cuda)
+                item = replace(item, local=copies[identity])
+            items.append((item, offset))
         copied.append(replace(file, items=tuple(items)))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return copied, copies
-
-
-def _identity(local: torch.Tensor) -> _Identity:
-    """Return a key that identifies a shard's memory: `local_of` makes a new tensor object of the
-    same memory each time.
-    """
-    return local.data_ptr(), local.dtype, local.shape
-
-
-def _like(local: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
