@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -238,7 +237,7 @@ def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
 
 def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Callable[[], None]]:
     """Yield jobs for the threads; each job reads one part of a stored tensor."""
-    buffers = threading.local()
+    buffer = _Buffer()
     for part in parts:
         size = part.stored.dtype.itemsize
         memory = part.memory()
@@ -257,51 +256,50 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
             is_transposed = part.piece.is_transposed
             elements = max(elements, math.prod(part.box.lengths[-2 if is_transposed else -1 :]))
         for box in part.piece.slabs(part.box, elements):
-            yield partial(_read, files, part._replace(box=box), buffers)
+            yield partial(_read, files, part._replace(box=box), buffer)
 
 
-@dataclass
-class _Buffer:
-    memory: torch.Tensor
+class _Buffer(threading.local):
+    """A thread's memory for bytes to cast, dequantize, encode, or copy to a GPU, and its stream
+    there.
+    """
+
+    memory = torch.empty(0, dtype=torch.uint8)
     stream: "torch.cuda.Stream | None" = None
 
-
-def _buffer(buffers: threading.local, device: torch.device, nbytes: int) -> _Buffer:
-    """Return this thread's buffer for bytes to cast, dequantize, encode, or copy to a GPU."""
-    buffer: _Buffer | None = getattr(buffers, "buffer", None)
-    if buffer is None or buffer.memory.numel() < nbytes:
+    def reserve(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` of the memory, for a copy to `device`."""
         on_gpu = device.type == "cuda"
-        buffer = _Buffer(torch.empty(max(nbytes, JOB_BYTES), dtype=torch.uint8, pin_memory=on_gpu))
-        if on_gpu:
+        if self.memory.numel() < nbytes:
+            size = max(nbytes, JOB_BYTES)
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        if on_gpu and self.stream is None:
             # When a stream's context ends, torch makes the thread's device current and creates a
             # CUDA context there. Unless this thread has the rank's device, that costs half a GiB on
             # GPU 0 for every rank.
             torch.cuda.set_device(device)
-            buffer.stream = torch.cuda.Stream(device)
+            self.stream = torch.cuda.Stream(device)
             # the default stream allocated the shards
-            buffer.stream.wait_stream(torch.cuda.default_stream(device))
-        buffers.buffer = buffer
-    return buffer
+            self.stream.wait_stream(torch.cuda.default_stream(device))
+        return self.memory[:nbytes]
 
 
 @torch.no_grad()
-def _read(files: Mapping[Path, int], part: _Overlap, buffers: threading.local) -> None:
+def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
     """Read one part into this thread's buffer, and copy it from there into the shard."""
     stored, piece, request, _ = part
     encoding = request.encoding
     device = request.destination.device
     box = piece.as_stored(part.box)
-    nbytes = box.numel * stored.dtype.itemsize
-    buffer = _buffer(buffers, device, nbytes)
+    memory = buffer.reserve(device, box.numel * stored.dtype.itemsize)
     adopted_by: Encoding | None = None
     if stored.scale is not None:
         if encoding is not None and not piece.is_transposed:
             adopted_by = encoding if encoding.can_adopt(stored.dtype, stored.block) else None
         values = _read_quantized(files, stored, piece, box, adopted_by)
     else:
-        values = buffer.memory[:nbytes].view(stored.dtype)
-        _read_runs(files, stored, piece.runs(part.box), bytes_of(values))
-        values = values.view(box.lengths)
+        _read_runs(files, stored, piece.runs(part.box), bytes_of(memory))
+        values = memory.view(stored.dtype).view(box.lengths)
     if piece.is_transposed:
         values = values.mT
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
