@@ -3,7 +3,7 @@ train_state.json.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, 
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.materialize import Plan, Read, assign_owners, region_of
+from titanlite.materialize import Plan, Read, TensorEntry, assign_owners, region_of
 from titanlite.materialize.execute import read_tensors, sharded_like
 from titanlite.materialize.layout import is_remote, local_of, mark_remote
 
@@ -92,32 +92,33 @@ def _named_states(
     meta tensors. If a parameter has no states while others have some, a mark is yielded in their
     place.
     """
-    names_of = {
-        param: group["state_names"] for group in optimizer.param_groups for param in group["params"]
-    }
-    stepped = {entry.fqn for entry in plan.entries if entry.tensor in optimizer.state}
+    trained = _trained(plan, optimizer)
+    stepped = {entry.fqn for entry, _ in trained if entry.tensor in optimizer.state}
     if plan.group is not None:  # each stage knows only its own states
         stepped = set().union(*gather_objects(stepped))
-    state_dtype = optimizer.defaults.get("state_dtype")
-    for entry in plan.entries:
-        if entry.tensor not in names_of or not stepped:
-            continue
+    for entry, names in trained if stepped else ():
         if entry.fqn not in stepped:
             yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())
             continue
-        for name in sorted(names_of[entry.tensor]):
-            if entry.is_remote:
-                value = _remote_state(entry.tensor, name, state_dtype)
-            else:
-                value = optimizer.state[entry.tensor][name]
-            yield f"{name}.{entry.fqn}", value
+        param = entry.tensor
+        for name in names:
+            is_here = not entry.is_remote
+            state = (
+                optimizer.state[param][name] if is_here else _empty_state(param, name, optimizer)
+            )
+            yield f"{name}.{entry.fqn}", state
 
 
-def _remote_state(param: torch.Tensor, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    shape, dtype = ((), torch.float32) if name == "step" else (param.shape, dtype or param.dtype)
-    state = torch.empty(shape, dtype=dtype, device="meta")
-    mark_remote(state)
-    return state
+def _trained(
+    plan: Plan, optimizer: torch.optim.Optimizer
+) -> list[tuple[TensorEntry, Sequence[str]]]:
+    """Return the trained parameters in the plan's order, each with the names of its states."""
+    names = {
+        param: sorted(group["state_names"])
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+    return [(entry, names[entry.tensor]) for entry in plan.entries if entry.tensor in names]
 
 
 def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
@@ -136,12 +137,11 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
     reader = SafetensorsReader.of_keys(what, stored, stored.tensors)
     reads: list[tuple[torch.Tensor, Read]] = []
     for param, name, key in _match(where, stored.tensors, plan, optimizer):
-        value = param
+        tensor = stored.tensors[key]
+        value = _empty_state(param, name, optimizer, tensor.dtype)
         if not is_remote(param):
-            value = optimizer.state[param][name] = _empty_state(
-                param, name, stored.tensors[key], optimizer
-            )
-        reads.append((value, Read(reader, key, stored.tensors[key].shape)))
+            optimizer.state[param][name] = value
+        reads.append((value, Read(reader, key, tensor.shape)))
     read_tensors(reads, plan)
 
 
@@ -154,17 +154,11 @@ def _match(
     Raises CheckpointError: a state has no trained parameter or a different shape, or some states of
     a parameter are missing.
     """
-    names = {
-        id(param): group["state_names"]
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    trained = [entry for entry in plan.entries if id(entry.tensor) in names]
     wanted = {
         f"{name}.{entry.fqn}": (entry.tensor, name)
-        for entry in trained
+        for entry, names in _trained(plan, optimizer)
         if f"{_UNSTEPPED}.{entry.fqn}" not in states
-        for name in sorted(names[id(entry.tensor)])
+        for name in names
     }
     # A parameter without states may be trained or not: it may have been frozen since.
     states = {key: tensor for key, tensor in states.items() if not key.startswith(f"{_UNSTEPPED}.")}
@@ -191,14 +185,22 @@ def _match(
 
 
 def _empty_state(
-    param: torch.Tensor, name: str, stored: StoredTensor, optimizer: torch.optim.Optimizer
+    param: torch.Tensor,
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    step_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    if name != "step":
-        local = local_of(param)
-        dtype = optimizer.defaults.get("state_dtype") or local.dtype
+    """Return memory for a state of `param`; a remote meta tensor if other ranks hold it."""
+    is_step = name == "step"
+    options = optimizer.defaults
+    dtype = step_dtype if is_step else options.get("state_dtype") or param.dtype
+    if is_remote(param):
+        state = torch.empty(() if is_step else param.shape, dtype=dtype, device="meta")
+        mark_remote(state)
+        return state
+    local = local_of(param)
+    if not is_step:
         return sharded_like(param, torch.empty(local.shape, dtype=dtype, device=local.device))
     # torch keeps the step counter on the host unless a kernel reads it.
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return torch.empty(
-        stored.shape, dtype=stored.dtype, device=local_of(param).device if on_device else "cpu"
-    )
+    on_device = options.get("fused") or options.get("capturable")
+    return torch.empty((), dtype=dtype, device=local.device if on_device else "cpu")
