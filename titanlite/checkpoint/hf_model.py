@@ -43,7 +43,7 @@ from titanlite.checkpoint.pieces import (
 )
 from titanlite.checkpoint.quantized import attach_scales, describe_misfit
 from titanlite.checkpoint.reader import Placed, SafetensorsReader, read_region
-from titanlite.checkpoint.writer import FileLayout, Item, lay_out
+from titanlite.checkpoint.writer import FileLayout, Item, lay_out, lay_out_tensors
 from titanlite.config import ModelConfig
 from titanlite.config.assets import assets_folder
 from titanlite.config.model import ModelSection
@@ -113,6 +113,7 @@ def weights_of(
     """
     source = format_of(model).sources(str(folder), _read_stored(folder, exact))
     source.absent_bias = absent_bias
+    source.untied = on_first_rank(source.find_untied)
     return source
 
 
@@ -121,13 +122,12 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         stored = read_model_headers(folder)
         # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
         # are; if the majority is, the whole folder is in float32.
-        sizes = [(t.dtype in _WIDE, t.nbytes) for t in stored.tensors.values()]
-        keeps_float32 = 2 * sum(n for is_wide, n in sizes if is_wide) < sum(n for _, n in sizes)
-        own = [
-            folder / OWN_FOLDER / SIDECAR_FILE,
-            *sorted((folder / OWN_FOLDER).glob("weights*.safetensors")),
-        ]
-        own = [path for path in own if path.exists() and (exact or path.name == SIDECAR_FILE)]
+        tensors = stored.tensors.values()
+        wide_bytes = sum(tensor.nbytes for tensor in tensors if tensor.dtype in _WIDE)
+        keeps_float32 = 2 * wide_bytes < sum(tensor.nbytes for tensor in tensors)
+        own = [*(folder / OWN_FOLDER).glob(SIDECAR_FILE)]
+        if exact:
+            own += sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))
         if own:
             extra = read_headers(own, f"checkpoint {folder}")
             stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
@@ -136,9 +136,9 @@ def _read_stored(folder: Path, exact: bool) -> Stored:
         quantization = find_quantization(hf_config)
         if problem := describe_unreadable(quantization):
             raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
-        block = {"weight_block_size": (128, 128), **(quantization or {})}["weight_block_size"]
-        tensors = attach_scales(stored.tensors, block and tuple(block))
-        return folder, Stored(tensors, stored.file_bytes, keeps_float32)
+        block = (quantization or {}).get("weight_block_size", (128, 128))
+        weights = attach_scales(stored.tensors, block and tuple(block))
+        return folder, Stored(weights, stored.file_bytes, keeps_float32)
 
     place_of_first, stored = on_first_rank(read)
     if place_of_first != folder:  # this machine's copy is in a different folder
@@ -270,8 +270,11 @@ class HFCheckpoint(StoredWeights):
         it is tied to.
         """
         keys = (_HEAD, self.layout.key(_EMBEDDING))
+        stored = self.stored.tensors
+        if not self._config.tie_word_embeddings or not stored.keys() >= {*keys}:
+            return {}
         reader = SafetensorsReader.of_keys(self.folder, self.stored, keys)
-        if is_equal(*(Read(reader, key, self.stored.tensors[key].shape) for key in keys)):
+        if is_equal(*(Read(reader, key, stored[key].shape) for key in keys)):
             return {}
         return {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
 
@@ -344,9 +347,6 @@ class NativeFormat:
         """
         checkpoint = HFCheckpoint(folder, stored, self._config)
         self.layout = checkpoint.layout
-        both = {_HEAD, self.layout.key(_EMBEDDING)}
-        if self._config.tie_word_embeddings and both <= checkpoint.stored.tensors.keys():
-            checkpoint.untied = on_first_rank(checkpoint.find_untied)
         return checkpoint
 
     def check(self, plan: Plan) -> list[str]:
@@ -358,19 +358,23 @@ class NativeFormat:
 
     def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
         family = family_of(self._config)
-        entries = [entry for entry in plan.entries if entry.info.persistent]
-        homeless = [entry for entry in entries if is_sidecar(entry.fqn, family)]
-        unused = {e.fqn for e in homeless} - _find_used(homeless, plan.group is not None)
-        entries = [entry for entry in entries if entry.fqn not in unused]
+        used = _find_used([entry for entry in plan.entries if is_sidecar(entry.fqn, family)])
+        entries = [
+            entry
+            for entry in plan.entries
+            if entry.info.persistent and (entry.fqn in used or not is_sidecar(entry.fqn, family))
+        ]
+        owners = assign_owners((entry.tensor for entry in entries), plan.group)
         model: list[Item] = []
         sidecar: list[Item] = []
-        for entry, replica in zip(
-            entries, assign_owners((entry.tensor for entry in entries), plan.group), strict=True
-        ):
-            shard = (local_of(entry.tensor), entry.region, replica.is_owner, entry.fqn)
-            held = sidecar if is_sidecar(entry.fqn, family) else model
-            for piece in self.pieces(entry.fqn, entry.info.shape):
-                held.append(Item(piece, entry.saved_dtype(dtype), *shard))
+        for entry, owner in zip(entries, owners, strict=True):
+            local = local_of(entry.tensor)
+            saved = entry.saved_dtype(dtype)
+            held = sidecar if entry.fqn in used else model
+            held += [
+                Item(piece, saved, local, entry.region, owner.is_owner, entry.fqn)
+                for piece in self.pieces(entry.fqn, entry.info.shape)
+            ]
         return lay_out(model, "model") + (lay_out(sidecar, _SIDECAR) if sidecar else [])
 
 
@@ -378,14 +382,12 @@ def master_files(plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
     """Lay out full-precision copies of the parameters that lose bits in `dtype`, for a resumed run,
     in the titanlite subfolder. The same on all ranks.
     """
-    entries = [e for e in plan.entries if e.saved_dtype(dtype).itemsize < e.dtype.itemsize]
-    replicas = assign_owners((entry.tensor for entry in entries), plan.group)
-    masters = []
-    for entry, replica in zip(entries, replicas, strict=True):
-        piece = whole(MASTER_PREFIX + entry.fqn, entry.info.shape)
-        shard = (local_of(entry.tensor), entry.region, replica.is_owner, entry.fqn)
-        masters.append(Item(piece, entry.dtype, *shard))
-    return lay_out(masters, f"{OWN_FOLDER}/weights") if masters else []
+    masters = [
+        (MASTER_PREFIX + entry.fqn, entry.tensor)
+        for entry in plan.entries
+        if entry.saved_dtype(dtype).itemsize < entry.dtype.itemsize
+    ]
+    return lay_out_tensors(masters, f"{OWN_FOLDER}/weights", plan.group)
 
 
 class HFFormat:
@@ -467,18 +469,16 @@ def check_layout(plan: Plan) -> list[str]:
     return format_of(plan.model).check(plan)
 
 
-def _find_used(buffers: Sequence[TensorEntry], in_stages: bool) -> set[str]:
-    """Return the names of the buffers that have a value other than zero on some pipeline stage.
-
-    A meta buffer counts as used without stages. With stages, it belongs to another stage, which
-    reports it.
+def _find_used(buffers: Sequence[TensorEntry]) -> set[str]:
+    """Return the names of the buffers that have a value other than zero, or none yet, on some rank.
+    Collective, if there are buffers.
     """
     found = {
         entry.fqn
         for entry in buffers
-        if (not in_stages if entry.tensor.is_meta else local_of(entry.tensor).count_nonzero())
+        if not entry.is_remote and (entry.tensor.is_meta or local_of(entry.tensor).count_nonzero())
     }
-    return set().union(*gather_objects(found)) if in_stages else found
+    return set().union(*gather_objects(found)) if buffers else found
 
 
 def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:

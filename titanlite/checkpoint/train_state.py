@@ -13,10 +13,9 @@ import torch
 from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
-from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import SafetensorsReader
-from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.materialize import Plan, Read, TensorEntry, assign_owners, region_of
+from titanlite.checkpoint.writer import FileLayout, lay_out_tensors
+from titanlite.materialize import Plan, Read, TensorEntry
 from titanlite.materialize.execute import read_tensors, sharded_like
 from titanlite.materialize.layout import is_remote, local_of, mark_remote
 
@@ -75,14 +74,7 @@ def state_files(plan: Plan, optimizer: torch.optim.Optimizer) -> list[FileLayout
 
     Collectives: with pipeline stages one gather of small objects.
     """
-    states = [*_named_states(plan, optimizer)]
-    items = []
-    for (key, value), replica in zip(
-        states, assign_owners((value for _, value in states), plan.group), strict=True
-    ):
-        piece = whole(key, tuple(value.shape))
-        items.append(Item(piece, value.dtype, local_of(value), region_of(value), replica.is_owner))
-    return lay_out(items, _OPTIMIZER) if items else []
+    return lay_out_tensors([*_named_states(plan, optimizer)], _OPTIMIZER, plan.group)
 
 
 def _named_states(

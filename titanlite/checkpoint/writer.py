@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.folder import encode_header
-from titanlite.checkpoint.pieces import Piece, bytes_of
+from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.checkpoint.reader import (
     DIRECT_BYTES,
     JOB_BYTES,
@@ -25,7 +25,7 @@ from titanlite.checkpoint.reader import (
     run_jobs,
     timed,
 )
-from titanlite.materialize import Region
+from titanlite.materialize import Region, assign_owners, local_of, region_of
 from titanlite.materialize.digest import bytes_in, digest
 
 FILE_BYTES = 4 * 1024**3
@@ -108,6 +108,26 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
             FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes)
         )
     return files
+
+
+def lay_out_tensors(
+    tensors: Sequence[tuple[str, torch.Tensor]], stem: str, group: dist.ProcessGroup | None
+) -> list[FileLayout]:
+    """Put whole `tensors`, given with their keys, into files as `lay_out` does; no files if there
+    are none. `group` is as in `assign_owners`.
+    """
+    owners = assign_owners((tensor for _, tensor in tensors), group)
+    items = [
+        Item(
+            whole(key, tuple(tensor.shape)),
+            tensor.dtype,
+            local_of(tensor),
+            region_of(tensor),
+            owner.is_owner,
+        )
+        for (key, tensor), owner in zip(tensors, owners, strict=True)
+    ]
+    return lay_out(items, stem) if items else []
 
 
 def create_files(folder: Path, files: Iterable[FileLayout]) -> None:

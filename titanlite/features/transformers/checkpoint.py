@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
@@ -377,12 +376,8 @@ class TransformersFormat:
         self._model = model
 
     def sources(self, folder: str, stored: Stored) -> TransformersCheckpoint:
-        """Return the stored weights in `folder`. Collective: rank 0 compares tied tensors that are
-        stored twice.
-        """
-        checkpoint = TransformersCheckpoint(folder, stored, self._model)
-        checkpoint.untied = on_first_rank(checkpoint.find_untied)
-        return checkpoint
+        """Return the weights `stored` in `folder` as a source."""
+        return TransformersCheckpoint(folder, stored, self._model)
 
     def check(self, plan: Plan) -> list[str]:
         """Return the problems of tensors that the model's files have no key for. The same on all
