@@ -187,15 +187,6 @@ def write_rows(rows: torch.Tensor, local: torch.Tensor, box: Region, outer: Regi
         rows = rows[count:]
 
 
-def is_fillable(dtype: torch.dtype) -> bool:
-    """Return False for dtypes that torch cannot fill: quantized, packed, or under 8 bits."""
-    try:
-        torch.empty(1, dtype=dtype).fill_(1)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
 def mark_remote(tensor: torch.Tensor) -> None:
     """Mark a meta tensor as remote: only other ranks hold it, it stays on meta here, and this
     rank's region is empty.

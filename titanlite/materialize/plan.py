@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from titanlite.materialize.layout import (
     Region,
     encoding_of,
     get_sharing_group,
-    is_fillable,
     is_remote,
     local_shape_of,
     region_of,
@@ -327,13 +327,11 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
     for tensor, info, _ in objects:
         if not tensor.is_meta:
             continue
-        is_strided = tensor.layout is torch.strided
-        if not is_strided or not is_fillable(tensor.dtype):
-            form = f"of {tensor.dtype}" if is_strided else f"with layout {tensor.layout}"
+        if tensor.layout is not torch.strided:
             problems.append(
-                f"{info.fqn}: a {info.kind} {form} on the meta device cannot be filled. Keep its "
-                "values in another form and convert them in forward, or build it on the device "
-                "where it stays."
+                f"{info.fqn}: a {info.kind} with layout {tensor.layout} on the meta device cannot "
+                "be filled. Keep its values in another form and convert them in forward, or build "
+                "it on the device where it stays."
             )
             continue
         memory = _memory_of(tensor)
@@ -345,17 +343,13 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
             size = tensor.dtype.itemsize
             held[memory].append((begin * size, (last + 1) * size, info.fqn))
     for parts in held.values():
-        reached = 0
-        holder = ""
-        for begin, end, fqn in sorted(parts, key=lambda part: part[0]):
+        parts.sort(key=lambda part: part[0])
+        for (_, reached, holder), (begin, _, fqn) in pairwise(parts):
             if begin < reached:
                 problems.append(
                     f"{fqn}: shares memory with {holder}, so both would be written twice. Make "
                     "them one object, or register one of them and take the view in forward."
                 )
-            if end > reached:
-                reached = end
-                holder = fqn
 
 
 def _pick(
