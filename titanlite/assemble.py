@@ -318,15 +318,13 @@ def build_checkpointer(run: Run, model: Model, tokenizer: Any, loader: TrainLoad
     Raises CheckpointError, on all ranks: one of those files cannot be built.
     """
     job = run.job
-    checkpointer = Checkpointer(
-        job.checkpoint, build_format(job), run.folder, run.start, run.file_group
-    )
+    form = build_format(job)
+    checkpointer = Checkpointer(job.checkpoint, form, run.folder, run.start, run.file_group)
     is_text = loader.dataset.form == "text"
     ends_of_turn = [] if is_text else get_end_of_turn_ids(tokenizer, loader.dataset)
-    files: dict[str, bytes] = {}
-    if job.checkpoint.enable:
-        on_first_rank(lambda: files.update(describe_tokenizer(tokenizer)), run.file_group)
-    checkpointer.prepare(model, files, find_token_ids(tokenizer), ends_of_turn)
+    token_ids = find_token_ids(tokenizer)
+    checkpointer.describe(lambda _: form.describe(model, token_ids, ends_of_turn))
+    checkpointer.describe(lambda _: describe_tokenizer(tokenizer))
     return checkpointer
 
 

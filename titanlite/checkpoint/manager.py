@@ -16,7 +16,6 @@ from titanlite.base.events import record_event
 from titanlite.base.log import logger
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import step_folder
-from titanlite.checkpoint.description import TokenIds
 from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
 from titanlite.checkpoint.start import Start
 from titanlite.checkpoint.train_state import (
@@ -96,39 +95,22 @@ class Checkpointer:
         """
         return self._saved_step == step
 
-    def prepare(
-        self,
-        model: Model,
-        others: Mapping[str, bytes],
-        token_ids: TokenIds,
-        end_of_turn_ids: Sequence[int] = (),
-    ) -> None:
-        """Build, before training, the files of checkpoints that hold no tensors. `model` may be on
-        meta; `others` are the tokenizer's files on rank 0.
+    def describe(self, build: Callable[[Mapping[str, bytes]], Mapping[str, bytes]]) -> None:
+        """Add files without tensors (content by file name) to every checkpoint. `build` makes them
+        on rank 0, before training, from the files that were added before.
 
         Raises CheckpointError, on all ranks: a file cannot be built, or transformers rejects it.
         """
-
-        def build() -> None:  # on rank 0 only: a tokenizer is too large to broadcast
-            described = self._format.describe(model, token_ids, end_of_turn_ids)
-            self._description = {**described, **others}
-
-        if self._section.enable:
-            on_first_rank(build, self.group)
+        if self._section.enable:  # the files stay on rank 0: a tokenizer is too large to broadcast
+            on_first_rank(lambda: self._description.update(build(self._description)), self.group)
 
     def carry(self, carried: Any) -> None:
         """Add tensors that the model does not compute to every checkpoint: see
-        `features/passthrough.py`.
-
-        Raises CheckpointError, on all ranks: the model's description cannot be changed to name
-        them.
+        `features/passthrough.py`. Raises as `describe`.
         """
         self._carried = carried
         self.carried_bytes = carried.nbytes
-        if self._section.enable:
-            on_first_rank(
-                lambda: self._description.update(carried.describe(self._description)), self.group
-            )
+        self.describe(carried.describe)
 
     def certify(self, certify: Callable[[int], commit.Certify]) -> None:
         """Add the files that `certify(step)` makes of a checkpoint to every checkpoint: see
@@ -289,11 +271,8 @@ class Checkpointer:
         Raises CheckpointError, on all ranks at the same step: a save in the background failed, and
         `checkpoint.on_save_error` is "stop".
         """
-        failed = (
-            self._pending is not None
-            and self._pending.done()
-            and self._pending.exception() is not None
-        )
+        pending = self._pending
+        failed = pending is not None and pending.done() and pending.exception() is not None
         flags = torch.tensor([stop, failed], dtype=torch.int32)
         dist.all_reduce(flags)
         stop, failed = map(bool, flags.tolist())

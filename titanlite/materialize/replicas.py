@@ -54,7 +54,7 @@ def assign_owners(
         load = loads[groups] = loads[groups] or [0] * math.prod(sizes)
         turn = load.index(min(load))
         load[turn] += tensor.numel() * tensor.dtype.itemsize
-        chosen = [int(rank) for rank in np.unravel_index(turn, sizes)] if sizes else []
+        chosen = [int(rank) for rank in np.unravel_index(turn, sizes)]
         is_owner = chosen == [dist.get_rank(axis) for axis in groups]
         yield Replica(tensor, is_owner, tuple(zip(groups, chosen, strict=True)))
 
