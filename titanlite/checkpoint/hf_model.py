@@ -29,6 +29,8 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.names import explain_absent_head, explain_names, with_base_prefix
 from titanlite.checkpoint.pieces import (
     BASE,
+    EMBEDDING,
+    HEAD,
     IGNORED_SUFFIXES,
     MASTER_PREFIX,
     SIDECAR_FILE,
@@ -66,9 +68,7 @@ from titanlite.models.interface import Model, is_adapter
 _CHUNK_ELEMENTS = 4 << 20
 _WIDE = (torch.float32, torch.float64)
 _SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
-_HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-_FLAG = "tie_word_embeddings"
+TIE_FLAG = "tie_word_embeddings"
 _OVERRIDE = ", or in training model.overrides.tie_word_embeddings = false"
 
 
@@ -213,7 +213,7 @@ class HFCheckpoint(StoredWeights):
         super().__init__(folder, with_base_prefix(stored, larger.prefix if larger else BASE))
         self.layout = find_layout(self.stored.tensors, self._family)
         self._has_head = (
-            config.tie_word_embeddings or stored is self.stored or _HEAD in self.stored.tensors
+            config.tie_word_embeddings or stored is self.stored or HEAD in self.stored.tensors
         )
 
     def __call__(
@@ -245,8 +245,8 @@ class HFCheckpoint(StoredWeights):
             claims += [(name, InvalidClaim(problem)) for problem in dict.fromkeys(problems)]
             claims.append((name, self._claim_parts(name, shape, parts)))
         claims += [(name, InvalidClaim(problem)) for name, problem in self.untied.items()]
-        if not self._has_head and _HEAD in all_pieces:
-            claims.append((_HEAD, InvalidClaim(explain_absent_head(self.name))))
+        if not self._has_head and HEAD in all_pieces:
+            claims.append((HEAD, InvalidClaim(explain_absent_head(self.name))))
         biases = [
             pieces[0].key
             for name, pieces in all_pieces.items()
@@ -269,14 +269,14 @@ class HFCheckpoint(StoredWeights):
         """Return the problem, by name, of a stored head whose values differ from the embedding that
         it is tied to.
         """
-        keys = (_HEAD, self.layout.key(_EMBEDDING))
+        keys = (HEAD, self.layout.key(EMBEDDING))
         stored = self.stored.tensors
         if not self._config.tie_word_embeddings or not stored.keys() >= {*keys}:
             return {}
         reader = SafetensorsReader.of_keys(self.folder, self.stored, keys)
         if is_equal(*(Read(reader, key, stored[key].shape) for key in keys)):
             return {}
-        return {_HEAD: explain_untied(self.name, _EMBEDDING, _FLAG, _OVERRIDE)}
+        return {HEAD: explain_untied(self.name, EMBEDDING, TIE_FLAG, _OVERRIDE)}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Return the pieces in the model's own files. Experts may be fused there in any family."""

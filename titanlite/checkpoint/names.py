@@ -6,26 +6,25 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from titanlite.checkpoint.folder import Stored, shown
+from titanlite.checkpoint.pieces import BASE, EMBEDDING
 
-_BASE = "model."
-_EMBEDDING = "model.embed_tokens.weight"
 _OUTSIDE = ("lm_head.", "mtp.")  # keys outside of the base model
 
 
-def with_base_prefix(stored: Stored, larger_prefix: str = _BASE) -> Stored:
+def with_base_prefix(stored: Stored, larger_prefix: str = BASE) -> Stored:
     """Return `stored` with the native decoder's names, where the prefix of its base model is
     missing or doubled. `larger_prefix` is the prefix of the text model in a larger one.
 
     `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
     removes the prefix where that gives a name of the model.
     """
-    embeddings = {prefix + _EMBEDDING.removeprefix(_BASE) for prefix in (_BASE, larger_prefix)}
+    embeddings = {prefix + EMBEDDING.removeprefix(BASE) for prefix in (BASE, larger_prefix)}
     if embeddings.isdisjoint(stored.tensors) and not embeddings.isdisjoint(
-        _BASE + key for key in stored.tensors
+        BASE + key for key in stored.tensors
     ):
-        names = {key: _BASE + key for key in stored.tensors if not key.startswith(_OUTSIDE)}
-    elif _BASE + _EMBEDDING in stored.tensors:
-        names = {key: key.removeprefix(_BASE) for key in stored.tensors}
+        names = {key: BASE + key for key in stored.tensors if not key.startswith(_OUTSIDE)}
+    elif BASE + EMBEDDING in stored.tensors:
+        names = {key: key.removeprefix(BASE) for key in stored.tensors}
     else:
         return stored
     tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.tensors.items()]

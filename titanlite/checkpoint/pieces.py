@@ -31,9 +31,11 @@ _PART = re.compile(
     r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\."
 )
 PREDICTION_KEY = "eh_proj.weight"
-
-
+# Fused weights of experts, with the matrices that are stored for each expert.
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 BASE = "model."  # prefix of all run-time names except the head's
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -136,26 +138,18 @@ def _named_pieces(
         yield Piece(key, (shape[0], shape[2], shape[1]), region, is_transposed=True)
     elif rows := list(stored_rows(name, config)):
         yield from in_rows(key, shape, rows)
-    elif layout.is_fused and len(shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
-        yield whole(key, shape)
-    elif leaf == "gate_up_proj" and len(shape) == 3:
-        half = shape[1] // 2
-        width = shape[2]
-        for expert in range(shape[0]):
-            for part, start in (("gate_proj", 0), ("up_proj", half)):
-                region = Region((expert, start, 0), (1, half, width))
-                yield Piece(f"{prefix}.{expert}.{part}.weight", (half, width), region)
-    elif leaf == "down_proj" and len(shape) == 3:
-        for expert in range(shape[0]):
-            region = Region((expert, 0, 0), (1, *shape[1:]))
-            yield Piece(f"{prefix}.{expert}.down_proj.weight", shape[1:], region)
+    elif leaf in _EXPERT_PARTS and len(shape) == 3 and not layout.is_fused:
+        parts = _EXPERT_PARTS[leaf]
+        experts, rows, width = shape
+        rows //= len(parts)
+        for expert in range(experts):
+            for i, part in enumerate(parts):
+                region = Region((expert, i * rows, 0), (1, rows, width))
+                yield Piece(f"{prefix}.{expert}.{part}.weight", (rows, width), region)
+    elif leaf == "expert_bias" and family.expert_bias_key:
+        yield whole(f"{prefix}.{family.expert_bias_key}", shape)
     else:
-        yield whole(
-            f"{prefix}.{family.expert_bias_key}"
-            if leaf == "expert_bias" and family.expert_bias_key
-            else key,
-            shape,
-        )
+        yield whole(key, shape)
 
 
 def in_rows(key: str, shape: tuple[int, ...], rows: Iterable[tuple[int, int]]) -> Iterator[Piece]:

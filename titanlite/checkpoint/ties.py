@@ -9,13 +9,11 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_model_headers
-from titanlite.checkpoint.hf_model import weights_of
+from titanlite.checkpoint.hf_model import TIE_FLAG, weights_of
+from titanlite.checkpoint.pieces import HEAD
 from titanlite.config.model import AnyModelConfig, ModelConfig
 from titanlite.materialize import Alias
 from titanlite.models.interface import Model
-
-_FLAG = "tie_word_embeddings"
-_HEAD = "lm_head.weight"
 
 
 def untie(
@@ -41,7 +39,7 @@ def untie(
         untied: AnyModelConfig = replace(config, tie_word_embeddings=False)
     else:
         untied = replace(
-            config, hf=_without_ties({_FLAG: True, **config.hf}), tie_word_embeddings=False
+            config, hf=_without_ties({TIE_FLAG: True, **config.hf}), tie_word_embeddings=False
         )
     if _ties_of(build(untied)):
         return config
@@ -51,14 +49,14 @@ def untie(
             "both are kept, as transformers does, and what is saved says %s = false",
             folder,
             ", ".join(problems),
-            _FLAG,
+            TIE_FLAG,
         )
     return untied
 
 
 def _has_head(folder: Path) -> bool:
     try:
-        return any(key.endswith(_HEAD) for key in read_model_headers(folder).tensors)
+        return any(key.endswith(HEAD) for key in read_model_headers(folder).tensors)
     except CheckpointError:
         return False  # the later read of the weights reports it
 
@@ -70,4 +68,4 @@ def _ties_of(model: Any) -> set[str]:
 def _without_ties(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without ties, in its sections too."""
     parts = {key: _without_ties(value) for key, value in table.items() if isinstance(value, dict)}
-    return {**table, **parts, **({_FLAG: False} if _FLAG in table else {})}
+    return {**table, **parts, **({TIE_FLAG: False} if TIE_FLAG in table else {})}
