@@ -12,7 +12,6 @@ import traceback
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ import torch.distributed as dist
 import torch.nn.attention
 
 from titanlite.base.agree import gather_objects, together
-from titanlite.base.errors import ConfigError, TitanliteError, TrainingError, raise_problems
+from titanlite.base.errors import ConfigError, TitanliteError, TrainingError
 from titanlite.base.log import logger
 from titanlite.base.process import read_rank, read_variable, set_defaults
+from titanlite.base.text import describe_error, format_memory
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.distributed.parallelize import choose_attention
 from titanlite.ops.attention import varlen_attention
@@ -87,14 +87,12 @@ def make_deterministic(job: JobConfig) -> None:
         return
     random.seed(job.training.seed)
     np.random.seed(job.training.seed % 2**32)
-    problems = []
-    for name, given in set_defaults(_ENVIRONMENT).items():
-        if name == "CUBLAS_WORKSPACE_CONFIG" and given not in _WORKSPACES:
-            problems.append(
-                f"the environment has {name}={given}, which is not deterministic. Unset it, or set "
-                f"it to {' or '.join(_WORKSPACES)}."
-            )
-    raise_problems(ConfigError, "training.deterministic", problems)
+    given = set_defaults(_ENVIRONMENT)["CUBLAS_WORKSPACE_CONFIG"]
+    if given not in _WORKSPACES:
+        raise ConfigError(
+            f"training.deterministic: the environment has CUBLAS_WORKSPACE_CONFIG={given}, which "
+            f"is not deterministic. Unset it, or set it to {' or '.join(_WORKSPACES)}."
+        )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  a pass over each new tensor
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
@@ -146,16 +144,15 @@ def check_triton(job: JobConfig, device: torch.device) -> None:
     except subprocess.CalledProcessError as error:  # the compiler wrote its message to the console
         problem = f"{error.cmd[0]} ended with exit code {error.returncode}"
     except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
-    text = (
-        f"training.triton_kernels: a first Triton kernel fails on {socket.gethostname()}: "
-        f"{problem}. Triton compiles with gcc and Python's headers: install them (Debian and "
-        "Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = false, which is "
-        "slower."
-    )
+        problem = describe_error(error)
     with together():
         if problem is not None:
-            raise ConfigError(text)
+            raise ConfigError(
+                f"training.triton_kernels: a first Triton kernel fails on {socket.gethostname()}: "
+                f"{problem}. Triton compiles with gcc and Python's headers: install them (Debian "
+                "and Ubuntu: apt install gcc python3-dev), or set training.triton_kernels = false, "
+                "which is slower."
+            )
 
 
 def _run_kernel(device: torch.device) -> None:
@@ -200,7 +197,7 @@ def use_flash_attention_3(
             attention.activate_flash_attention_impl(_FLASH_3)
             _try_attention(model_config, device)
         except Exception as error:  # noqa: BLE001 - whatever it is: a kernel that does not run is the problem
-            problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
+            problem = describe_error(error)
     problems = gather_objects(problem)
     if all(problem is None for problem in problems):
         logger.info("attention: FlashAttention 3, of %s", _FLASH_3_PACKAGE)
@@ -214,23 +211,17 @@ def use_flash_attention_3(
 
 
 def _try_attention(config: ModelConfig, device: torch.device) -> None:
-    heads, kv_heads, starts = (
-        config.num_heads,
-        config.num_kv_heads,
-        torch.tensor([0, 5, 16], device=device),
-    )
-    shapes = (
-        (heads, config.qk_head_dim),
-        (kv_heads, config.qk_head_dim),
-        (kv_heads, config.value_head_dim),
-    )
-    q, k, v = (
-        torch.zeros(1, 16, *each, dtype=torch.bfloat16, device=device, requires_grad=True)
-        for each in shapes
-    )
-    varlen_attention(q, k, v, starts.int(), 1.0).sum().backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def make(heads: int, width: int) -> torch.Tensor:
+        return torch.zeros(
+            1, 16, heads, width, dtype=torch.bfloat16, device=device, requires_grad=True
+        )
+
+    q = make(config.num_heads, config.qk_head_dim)
+    k = make(config.num_kv_heads, config.qk_head_dim)
+    v = make(config.num_kv_heads, config.value_head_dim)
+    starts = torch.tensor([0, 5, 16], dtype=torch.int32, device=device)
+    varlen_attention(q, k, v, starts, 1.0).sum().backward()
+    torch.cuda.synchronize(device)
 
 
 def explain_refusal(error: BaseException) -> ConfigError | None:
@@ -270,12 +261,8 @@ def explain_refusal(error: BaseException) -> ConfigError | None:
 
 
 FOLDER = "memory"
-_GIB = 2**30
 # Recorded allocations and frees, with their stacks: a few steps, and a few 100 MB of host memory.
 _ENTRIES = 100_000
-# Private functions of torch. They are looked up by name, so that a version without them gives a
-# clear error instead of an AttributeError.
-_RECORD, _DUMP = "_record_memory_history", "_dump_snapshot"
 _REMEDY = (
     'Lower training.local_batch_size or training.seq_len, set activation_checkpoint.mode = "full", '
     "train on more ranks (parallelism.data_parallel_shard_degree), or give data in smaller files "
@@ -292,23 +279,16 @@ def start_memory_history(job: JobConfig, device: torch.device) -> None:
     device is set.
 
     Raises:
-        ConfigError, on all ranks: the device is not CUDA, or this torch cannot record.
+        ConfigError, on all ranks: the device is not CUDA.
     """
     if not job.profiling.enable_memory_snapshot:
         return
-    key = "profiling.enable_memory_snapshot"
     if device.type != "cuda":
         raise ConfigError(
-            f"{key}: only memory of CUDA devices can be recorded, and there is none. Set it to "
-            "false."
+            "profiling.enable_memory_snapshot: only memory of CUDA devices can be recorded, and "
+            "there is none. Set it to false."
         )
-    record = getattr(torch.cuda.memory, _RECORD, None)
-    if record is None or not hasattr(torch.cuda.memory, _DUMP):
-        raise ConfigError(
-            f"{key}: torch {torch.__version__} has no torch.cuda.memory.{_RECORD}. Set it to "
-            "false, or use torch 2.11 to 2.15."
-        )
-    record(max_entries=_ENTRIES)
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
 
 
 def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError | None:
@@ -320,15 +300,13 @@ def explain_out_of_memory(job: JobConfig, error: BaseException) -> TrainingError
     """
     if not is_out_of_memory(error):
         return None
-    of_device = _is_of_device(error)
     said = str(error).strip().splitlines()
     reason = f" ({said[0].rstrip('.')})" if said else ""
-    place = _place(error)
-    memory, snapshot = (_device_memory(), _dump(job)) if of_device else ("", "")
-    return TrainingError(
-        f"memory: rank {read_rank()} ran out of memory of "
-        f"{'the GPU' if of_device else 'the host'}{place}{reason}.{memory} {_REMEDY}{snapshot}"
-    )
+    where = f"{_place(error)}{reason}."
+    rank = f"memory: rank {read_rank()} ran out of memory of"
+    if _is_of_device(error):
+        return TrainingError(f"{rank} the GPU{where}{_device_memory()} {_REMEDY}{_dump(job)}")
+    return TrainingError(f"{rank} the host{where} {_REMEDY}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -350,9 +328,10 @@ def _place(error: BaseException) -> str:
     """Return the innermost line of titanlite in the error's traceback."""
     package = Path(__file__).parents[2]
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and Path(frame.filename).is_relative_to(package)
     ]
-    frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     if not frames:
         return ""
     path = Path(frames[-1].filename).relative_to(package.parent)
@@ -363,8 +342,8 @@ def _device_memory() -> str:
     free, total = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f" At most {allocated / _GIB:.2f} GiB were allocated and {reserved / _GIB:.2f} GiB "
-        f"reserved, of {total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free."
+        f" At most {format_memory(allocated)} were allocated and {format_memory(reserved)} "
+        f"reserved, of {format_memory(total)}; {format_memory(free)} are free."
     )
 
 
@@ -375,10 +354,9 @@ def _dump(job: JobConfig) -> str:
     if not job.profiling.enable_memory_snapshot:
         return " For a snapshot of the memory, set profiling.enable_memory_snapshot = true."
     path = Path(job.job.dump_folder) / FOLDER / f"rank{read_rank()}.pickle"
-    dump: Any = getattr(torch.cuda.memory, _DUMP)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        dump(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError) as error:  # must not hide the out-of-memory error
         return f" The snapshot of the memory could not be written to {path}: {error}."
     return f" A snapshot of the memory is in {path}; open it at https://pytorch.org/memory_viz."

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_iter
 
 from titanlite.base.agree import gather_objects
 from titanlite.base.text import list_names
@@ -83,7 +84,8 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     if weights:
         ranks = [rank for rank, f in enumerate(gathered) if f.weights]
         sentences.append(
-            f"Weights are not finite: {_names(weights)}, on ranks {list_names(ranks, most=8)}."
+            f"Weights are not finite: {list_names(weights, most=_SHOWN)}, on ranks "
+            f"{list_names(ranks, most=8)}."
         )
     # Attention spreads non-finite values to other ranks: the origin is the first position on any
     # rank.
@@ -110,7 +112,7 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
             {param for at, found in grads if at == number for param in found}, reverse=True
         )
         again = "Computed again, g" if not outputs else "G"
-        names = _names([name for _, name in closest_to_loss])
+        names = list_names((name for _, name in closest_to_loss), most=_SHOWN)
         sentences.append(
             f"{again}radients that are not finite, from micro-batch {number} on: {names}."
         )
@@ -120,31 +122,15 @@ def _describe(gathered: Sequence[_Found]) -> Diagnosis:
     return Diagnosis(" ".join(sentences), repeats)
 
 
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + _more(len(names))
-
-
-def _more(count: int) -> str:
-    return f" and {count - _SHOWN} more" if count > _SHOWN else ""
-
-
 def _has_finite_values(param: torch.Tensor) -> bool:
     encoding = encoding_of(param)
     return _is_finite(param) if encoding is None else not encoding.count_not_finite(local_of(param))
 
 
 def _floating(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor) and output.is_floating_point():
-        yield output
-    parts = (
-        output.values()
-        if isinstance(output, dict)
-        else output
-        if isinstance(output, list | tuple)
-        else ()
-    )
-    for part in parts:
-        yield from _floating(part)
+    for value in tree_iter(output):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            yield value
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

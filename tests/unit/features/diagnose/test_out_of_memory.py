@@ -76,7 +76,7 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job, cuda, monkeypatch):
     assert [call[0] for call in cuda] == ["record", "dump"] and path.read_bytes() == b"snapshot"
     message = str(raised.value)
     assert message.startswith("memory: rank 3 ran out of memory of the GPU (CUDA out of memory.")
-    assert "70.00 GiB were allocated and 78.00 GiB reserved, of 80.00 GiB; 0.50 GiB" in message
+    assert "70.00 GiB were allocated and 78.00 GiB reserved, of 80.00 GiB; 512.00 MiB" in message
     assert "Lower training.local_batch_size" in message and f"in {path}; open it" in message
 
 
