@@ -361,7 +361,7 @@ def flip(at, file="model-00002-of-00002.safetensors"):
 
 SECOND = "model-00002-of-00002.safetensors"
 COPIES = {
-    "the start": (flip(lambda size: size - 200_000), f"the data of {SECOND} differs"),
+    "the start": (flip(lambda size: size - 200_000), f"{SECOND} differs"),
     "config.json": (flip(lambda size: 3, "config.json"), "config.json differs"),
     "a file less": (
         lambda name, content: None if name == "tokenizer.json" else content,

@@ -32,8 +32,7 @@ _FILES = (
     "*.tiktoken",
     "chat_template*",
 )
-_WHOLE_BYTES = 64 << 20  # all bytes of files up to this size are compared, except safetensors
-# windows that are compared in the data of other files: at the start, each quarter, and the end
+# windows that are compared in the data of safetensors: at the start, each quarter, and the end
 _WINDOW_BYTES, _NUM_WINDOWS = 4096, 5
 _COMMIT = "the commit"
 _MOST_NAMES = 4
@@ -87,34 +86,29 @@ def _describe_difference(copy: Mapping[str, str], usual: Mapping[str, str]) -> s
 
 
 def _summarize(path: Path) -> dict[str, str]:
-    """Return a digest of each file at `path`, a folder or a file. A safetensors file has two
-    digests, of its header and of its data.
-    """
+    """Return a digest of each file at `path`, a folder or a file."""
     base = base_model_of(str(path))
     found = {_COMMIT: base.revision} if base is not None and base.on_hub else {}
     files = {file for pattern in _FILES for file in path.glob(pattern)} if path.is_dir() else {path}
     for file in sorted(files):
         name = str(file.relative_to(path)) if file != path else path.name
         try:
-            with open(file, "rb") as opened:
-                size, start = os.fstat(opened.fileno()).st_size, 0
-                if file.suffix == ".safetensors":
-                    start = min(8 + int.from_bytes(opened.read(8), "little"), size, _WHOLE_BYTES)
-                    opened.seek(0)
-                    found[f"the header of {name}"] = _digest(opened.read(start))
-                whole = size <= _WHOLE_BYTES and file.suffix != ".safetensors"
-                length = size if whole else _WINDOW_BYTES
-                data = [str(size).encode()]
-                for window in range(1 if whole else _NUM_WINDOWS):
-                    opened.seek(
-                        max(start, start + (size - start - length) * window // (_NUM_WINDOWS - 1))
-                    )
-                    data.append(opened.read(length))
-                found[name if whole else f"the data of {name}"] = _digest(*data)
+            found[name] = _digest(file)
         except OSError as error:
             found[name] = f"cannot be read: {error.strerror}"
     return found
 
 
-def _digest(*parts: bytes) -> str:
+def _digest(file: Path) -> str:
+    """Return a digest of the bytes that are compared, and of the size of the file."""
+    with open(file, "rb") as opened:
+        if file.suffix != ".safetensors":
+            return hashlib.blake2b(opened.read(), digest_size=8).hexdigest()
+        size = os.fstat(opened.fileno()).st_size
+        data = min(8 + int.from_bytes(opened.read(8), "little"), size)
+        opened.seek(0)
+        parts = [str(size).encode(), opened.read(data)]
+        for window in range(_NUM_WINDOWS):
+            opened.seek(data + max(size - data - _WINDOW_BYTES, 0) * window // (_NUM_WINDOWS - 1))
+            parts.append(opened.read(_WINDOW_BYTES))
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
