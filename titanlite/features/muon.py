@@ -31,37 +31,25 @@ from titanlite.optim.optimizer import LocalAdamW, group_parameters
 _ELEMENTS_AT_ONCE = 1 << 25
 
 
-Slices = tuple[slice, ...]
 # How the rows of a parameter belong to several matrices: numbers of consecutive rows of each
 # matrix, a pattern that repeats.
 Widths = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A matrix that this rank assembles, and the position of each rank's piece in it.
-
-    `ranks` are all ranks that hold a piece. In a different replica, other ranks own the same
-    matrices. All replicas must batch the same matrices in one matmul, or rounding would make them
-    differ.
-    """
-
-    shape: tuple[int, int]
-    widths: Widths
-    ranks: tuple[int, ...]
-    pieces: tuple[tuple[int, Slices], ...]
+# The ranks that hold a piece of a tensor, each with its region.
+Holders = Sequence[tuple[int, Region]]
 
 
 @dataclass
 class _Route:
     """For the split parameters of a bucket: the pieces that this rank sends, as (param, outer
-    index) by rank, and the matrices that it assembles.
+    index) by rank, and the matrices that it assembles, as (param, holders).
     """
 
     sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    owned: list[_Owned] = field(default_factory=list)
+    owned: list[tuple[int, Holders]] = field(default_factory=list)
 
 
 class MatrixRedistribution:
@@ -86,8 +74,8 @@ class MatrixRedistribution:
         self._group = group
         self._params, self._widths = list(params), list(widths)
         # cached by layout: layers are alike, and there may be thousands of ranks
-        known: dict[object, list[tuple[int, Region]]] = {}
-        holders: list[list[tuple[int, Region]]] = []
+        known: dict[object, Holders] = {}
+        holders: list[Holders] = []
         for param in self._params:
             layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             if (layout, param.shape) not in known:
@@ -120,12 +108,12 @@ class MatrixRedistribution:
             self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets
         ]
 
-    def _find_route(self, bucket: list[int], holders: list[list[tuple[int, Region]]]) -> _Route:
+    def _find_route(self, bucket: list[int], holders: list[Holders]) -> _Route:
         """Assign each matrix of a bucket to one of the ranks that hold a piece of it, in turn,
         beginning with the costliest matrix.
         """
         me, found = dist.get_rank(), []
-        known: dict[int, dict[tuple[int, ...], tuple[tuple[int, Region], ...]]] = {}
+        known: dict[int, dict[tuple[int, ...], Holders]] = {}
         for number in bucket:
             param, layout = self._params[number], id(holders[number])
             if layout not in known:
@@ -144,9 +132,7 @@ class MatrixRedistribution:
             place = (i - first for i, first in zip(index, dict(holding)[me].starts, strict=False))
             route.sent[owner].append((number, tuple(place)))
             if owner == me:
-                rows, columns = self._params[number].shape[-2:]
-                pieces = tuple((rank, region.slices[-2:]) for rank, region in holding)
-                route.owned.append(_Owned((rows, columns), self._widths[number], ranks, pieces))
+                route.owned.append((number, holding))
         return route
 
     def apply(
@@ -182,13 +168,17 @@ class MatrixRedistribution:
         ranks = dist.get_process_group_ranks(self._group)
         like = next(iter(tensors.values()))
         mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
-        whole = [like.new_empty(owned.shape) for owned in route.owned]
         theirs: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
+        # In a different replica, other ranks own the same matrices. All replicas must batch the
+        # same matrices in one matmul, or rounding would make them differ.
         together: defaultdict[tuple[object, Widths, object], list[torch.Tensor]] = defaultdict(list)
-        for matrix, owned in zip(whole, route.owned, strict=True):
-            together[owned.shape, owned.widths, owned.ranks].append(matrix)
-            for rank, place in owned.pieces:
-                theirs[rank].append(matrix[place])
+        for number, holders in route.owned:
+            shape = self._params[number].shape[-2:]
+            matrix = like.new_empty(shape)
+            holding_ranks = tuple(rank for rank, _ in holders)
+            together[shape, self._widths[number], holding_ranks].append(matrix)
+            for rank, region in holders:
+                theirs[rank].append(matrix[region.slices[-2:]])
         self._send(like, mine, list(theirs.values()))
         for (_, widths, _), matrices in together.items():
             changed = _change_each(torch.stack(matrices), widths, change)
@@ -231,7 +221,7 @@ def _change_each(
     return torch.cat(parts, dim=2).flatten(1, 2)
 
 
-def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
+def _get_holders(param: torch.Tensor) -> Holders:
     """Return the ranks that hold this replica of `param`, each with its region; only this rank if
     `param` is not split.
     """
@@ -252,9 +242,7 @@ def _get_holders(param: torch.Tensor) -> list[tuple[int, Region]]:
     return found
 
 
-def _group_by_outer(
-    holders: list[tuple[int, Region]], me: int
-) -> dict[tuple[int, ...], tuple[tuple[int, Region], ...]]:
+def _group_by_outer(holders: Holders, me: int) -> dict[tuple[int, ...], Holders]:
     """Return, for each matrix that this rank has a part of, its holders in their order, keyed by
     the outer indices of the matrix.
     """
@@ -267,9 +255,7 @@ def _group_by_outer(
             else ()
         ):
             groups[index].append((rank, region))
-    return {
-        index: tuple(held) for index, held in groups.items() if any(rank == me for rank, _ in held)
-    }
+    return {index: held for index, held in groups.items() if any(rank == me for rank, _ in held)}
 
 
 MOMENTUM = "momentum_buffer"
