@@ -36,7 +36,6 @@ from titanlite.models.decoder import Decoder, LossSums
 _MUCH_WAITING = 0.5  # fraction of a step
 
 MOST_SENT = 2
-_MOST_DIMS = 3  # of logits
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
@@ -81,11 +80,9 @@ class RemoteModule(nn.Module):
         super().__init__()
         # Both share the dictionaries, so that a parameter that is replaced in one is replaced in
         # the other.
-        self._parameters, self._buffers, self._modules = (
-            module._parameters,
-            module._buffers,
-            module._modules,
-        )
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
         self._original = (module,)  # in a tuple, so that it is not registered as a submodule
         self.instead = instead
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -113,31 +110,25 @@ class StageLink:
         forward, backward = dims.pp_mesh.get_group(), dims.pp_backward_group
         assert backward is not None
         previous, following = dims.stage - 1, dims.stage + 1
-        self.hidden_in, self.gradient_out = (
-            _Channel(forward, previous, dtype),
-            _Channel(backward, previous, dtype),
-        )
-        self.hidden_out, self.gradient_in = (
-            _Channel(forward, following, dtype),
-            _Channel(backward, following, dtype),
-        )
-        self._all_group, self._last, self._is_last = (
-            forward,
-            dims.degrees.pp - 1,
-            dims.is_last_stage,
-        )
-        self._width, self._pieces = width, dims.degrees.ranks_per_sequence
+        self.hidden_in = _Channel(forward, previous, dtype)
+        self.gradient_out = _Channel(backward, previous, dtype)
+        self.hidden_out = _Channel(forward, following, dtype)
+        self.gradient_in = _Channel(backward, following, dtype)
+        self._all_group = forward
+        self._last = dims.degrees.pp - 1
+        self._is_last = dims.is_last_stage
+        self._width = width
+        self._pieces = dims.degrees.ranks_per_sequence
 
     def shape_of(self, tokens_BS: torch.Tensor) -> tuple[int, int, int]:
         return tokens_BS.shape[0], tokens_BS.shape[1] // self._pieces, self._width
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
         """Broadcast the last stage's `logits` to all stages, which may not know their shape."""
-        sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
-        header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
-        dist.broadcast(header, group=self._all_group, group_src=self._last)
-        shape = [size for size in header.tolist() if size >= 0]  # synchronization point
-        out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape)
+        shape = [logits.shape]
+        # synchronization point
+        dist.broadcast_object_list(shape, group=self._all_group, group_src=self._last)
+        out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape[0])
         dist.broadcast(out, group=self._all_group, group_src=self._last)
         return out
 
