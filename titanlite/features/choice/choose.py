@@ -31,7 +31,8 @@ _MARGIN = 0.03  # fraction of the memory that a choice leaves free
 _MUCH = 1.15  # speedup from which on a larger batch is mentioned
 _NEARLY = 0.93  # fraction of the speed with the largest batch
 _LARGER = (2, 4, 8, 16)
-_SHORTEST_PIECE = 4096  # fewest tokens of a sequence on a rank of context parallelism
+SHORTEST_PIECE = 4096  # fewest tokens of a sequence on a rank of context parallelism
+MODES = ("none", "selective", "keep_attention", "full")  # of recomputation
 _REPLICATE, _CONTEXT, _EXPERT, _LOCAL, _MODE = CHOSEN
 
 
@@ -190,22 +191,19 @@ def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> 
 def _list_options(job: JobConfig, ranks: int, hardware: Hardware) -> dict[str, list[int | str]]:
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     nodes = max(ranks // hardware.gpus_per_node, 1)
-    longest = job.training.seq_len // _SHORTEST_PIECE
+    longest = job.training.seq_len // SHORTEST_PIECE
     return {
         _REPLICATE: sorted({1, nodes}),
         _CONTEXT: [n for n in divisors if n == 1 or n <= longest],
         _EXPERT: [*divisors],
-        _MODE: ["none", "selective", "keep_attention", "full"],
+        _MODE: [*MODES],
     }
 
 
 def _set_up(job: JobConfig, degrees: Degrees, micro_batches: int) -> Setup:
-    mode = job.activation_checkpoint.mode
-    keeps_attention = mode == "keep_attention"
     return Setup(
         degrees=degrees,
-        mode="full" if keeps_attention else mode,
-        keeps_attention=keeps_attention,
+        mode=job.activation_checkpoint.mode,
         seq_len=job.training.seq_len,
         local_batch_size=job.training.local_batch_size,
         micro_batches=micro_batches,

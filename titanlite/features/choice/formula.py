@@ -6,7 +6,7 @@ Qwen3-MoE, GLM-4.5 and DeepSeek-V3; `scripts/bench/choices.py` compares the two.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -45,11 +45,17 @@ _FIRST_BYTES, _SUM_BYTES, _WHOLE_BYTES = 8, 24, 16
 # = 1
 _KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 50, 25, 12
 _FORWARD = 0.4  # fraction of them in forward
-_AGAIN = {"none": 0.0, "selective": 0.03, "full": 0.15}  # fraction that is recomputed in backward
+# fraction that is recomputed in backward
+_AGAIN = {"none": 0.0, "selective": 0.03, "keep_attention": 0.15, "full": 0.15}
 # values that elementwise kernels move for each feature of the residual stream, attention, dense
 # feed-forward and experts: in forward and backward together, and in recomputation
 _MOVED = (37.5, 3.25, 2.67, 2.5)
-_MOVED_AGAIN = {"none": (0, 0, 0, 0), "selective": (0, 1, 1, 0), "full": (6, 1, 1, 0)}
+_MOVED_AGAIN = {
+    "none": (0, 0, 0, 0),
+    "selective": (0, 1, 1, 0),
+    "keep_attention": (6, 1, 1, 0),
+    "full": (6, 1, 1, 0),
+}
 # values moved for each feature of the residual stream: by routing, for a copy of a row that is
 # sent, and for that copy in recomputation
 _ROUTED, _SENT, _SENT_AGAIN = 18, 8.3, 2
@@ -156,13 +162,17 @@ class Setup:
     """Settings of a run on which memory and time depend."""
 
     degrees: Degrees
-    mode: str  # of recomputation: none, selective or full
-    keeps_attention: bool  # with full recomputation
+    mode: str  # of recomputation
     seq_len: int
     local_batch_size: int
     micro_batches: int
     is_offloaded: bool
     state_bytes: int  # of each of AdamW's two moments of a weight
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if backward computes whole layers again, with or without their attention."""
+        return self.mode in ("keep_attention", "full")
 
     @property
     def tokens(self) -> int:
@@ -208,7 +218,8 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
         one = 0.0
     outside = sizes.vocab_size * sizes.hidden_size * _HALF / degrees.tp
     units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
-    kept, whole = _kept(sizes, setup, setup.mode), _kept(sizes, setup, "none")
+    kept = _kept(sizes, setup)
+    whole = _kept(sizes, replace(setup, mode="none"))
     kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
     logits = min(tokens * degrees.tp, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
     head = logits + (_HEADS if is_split else _WHOLE_HEADS) * outside
@@ -220,14 +231,15 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     return states + copies + peak
 
 
-def _kept(sizes: Sizes, setup: Setup, mode: str) -> float:
+def _kept(sizes: Sizes, setup: Setup) -> float:
     """Return the bytes that a layer stores of a token for its backward."""
     hidden, layers = sizes.hidden_size, sizes.num_layers
-    if mode == "full":
-        return _HALF * hidden + setup.keeps_attention * sizes.attention_bytes / layers
+    if setup.recomputes_layers:
+        saved = sizes.attention_bytes if setup.mode == "keep_attention" else 0
+        return _HALF * hidden + saved / layers
     attention, mlp = sizes.attention_width / layers, sizes.mlp_width / layers
     experts = sizes.expert_width / layers * sizes.top_k
-    if mode == "selective":
+    if setup.mode == "selective":
         features = 4 * hidden + 1.4 * attention + 0.67 * mlp + experts * 0.6
     else:
         features = 4 * hidden + 1.5 * attention + mlp + experts * 0.67
@@ -303,8 +315,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     backward += 2.5 * core + decoded + beside + waits
     backward += tokens * sizes.vocab_size * _LOGIT_TRAFFIC / elementwise
     backward += max(tokens * tp / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
-    if setup.mode == "full":
-        backward += kernels - setup.keeps_attention * sizes.attention_flops * attention_s
+    if setup.recomputes_layers:
+        saved = sizes.attention_flops if setup.mode == "keep_attention" else 0
+        backward += kernels - saved * attention_s
         again += _SENT_AGAIN * rows_sent + _UNFUSED_AGAIN * unfused
     moved = _HALF * tokens / memory
     kernels += widths / 3 * moved + 2 * beside + waits
@@ -324,7 +337,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     first, later = _FORWARD * launches, (1 - _FORWARD + _AGAIN[setup.mode]) * launches
     return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
         backward + later * KERNEL_S,
-        links + reduced + beside * (1 + (setup.mode == "full")),
+        links + reduced + beside * (1 + setup.recomputes_layers),
         later * LAUNCH_S,
     )
 

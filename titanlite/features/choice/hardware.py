@@ -139,8 +139,8 @@ def get_hardware(name: str) -> Hardware:
         names = accumulate(known.split("-"))  # accepts h100 and h10080gb, but not h10
         if wanted in {plain(text).removeprefix(brand) for text in names for brand in ("", "rtx")}:
             return gpu
-    near = find_near(wanted, map(plain, GPUS))
-    hint = next((f"Did you mean {known}? " for known in GPUS if plain(known) == near), "")
+    near = find_near(wanted, GPUS)
+    hint = f"Did you mean {near}? " if near else ""
     raise ConfigError(
         f"--gpu={name}: not in the table. {hint}Known are {', '.join(GPUS)}; --flops, --memory-gib "
         "and others change single figures of one of them."
