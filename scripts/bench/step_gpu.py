@@ -53,6 +53,7 @@ from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import PARTS, Kind, StepRecorder
 from titanlite.launch.process_group import init_distributed
 from titanlite.models.families import families
+from titanlite.preflight import Checked
 
 VARIANT = Variant("triton", attention="documents, varlen")
 _MOST_OPERATORS = 14
@@ -144,7 +145,7 @@ def expect(case: Case, hardware: Hardware) -> dict[str, float]:
     group.
     """
     job = plan_job(VARIANT, case.seq_len, case.sequences)
-    trace = trace_step(job, case.config, Degrees(), every_layer=True)
+    trace = trace_step(Checked(job, case.config, Degrees()), every_layer=True)
     parts = step_time(trace, Degrees(), hardware).parts
     return {name: part.exposed_s * 1e3 for name, part in parts.items()}
 

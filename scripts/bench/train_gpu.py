@@ -76,6 +76,7 @@ from titanlite.models.families import families, family_of
 from titanlite.objective import NextToken
 from titanlite.ops.attention import AttentionBackend, leave_out_cudnn
 from titanlite.optim.optimizer import build_adamw
+from titanlite.preflight import Checked
 from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
@@ -269,7 +270,7 @@ def plan_peaks(
             job = plan_job(variant, seq_len, sequences)
             documents = variant.attention != "causal"
             found[str(variant)] = get_memory(
-                trace_step(job, config, Degrees(), documents=documents)
+                trace_step(Checked(job, config, Degrees()), documents=documents)
             ).total
     return found
 

@@ -24,7 +24,7 @@ from titanlite.features.choice.choose import Choice, choose, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
 from titanlite.features.estimate import render
 from titanlite.features.estimate.estimate import merge_stages, plan_stages
-from titanlite.features.estimate.proposals import Chosen, Plan, Planned, propose, sweep
+from titanlite.features.estimate.proposals import Plan, Planned, propose, sweep
 from titanlite.optim.expert_bias import complete_balancing
 from titanlite.preflight import Checked, check
 
@@ -54,7 +54,6 @@ _OBJECTIVES = {
 }
 _MANY_LAYERS = 24
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_SOME_DATA = {"sft": "train.jsonl", "pretrain": "corpus", "dpo": "pairs.jsonl"}  # need not exist
 
 
 @dataclass(frozen=True)
@@ -133,15 +132,10 @@ def read_count(text: str) -> float:
     return float(re.sub("[,_]", "", match[1])) * _SCALES[match[2]]
 
 
-def _read_gpus(text: str, gpu: str) -> tuple[int, str]:
-    """Parse 8xh100, 8 H100, h100x8, RTX 4090, 4090, or 8, which means GPUs of the kind `gpu`."""
-    wanted = text.strip().lower()
-    if match := re.fullmatch(r"(\d+)(?:\s*[x*]\s*|\s+)(.+)", wanted):
-        return int(match[1]), match[2]
-    if match := re.fullmatch(r"(.*\d.*?)\s*[x*:]\s*(\d+)", wanted):
-        return int(match[2]), match[1]
-    is_name = any(known.startswith(f"rtx{wanted}-") for known in GPUS)
-    return (int(wanted), gpu) if wanted.isdecimal() and not is_name else (1, wanted)
+def _read_gpus(text: str) -> tuple[int, str]:
+    """Parse 8xh100, 8 H100, or RTX 4090."""
+    match = re.fullmatch(r"(\d+)(?:\s*x\s*|\s+)(.+)", text.lower())
+    return (int(match[1]), match[2]) if match else (1, text)
 
 
 def read_request(argv: Sequence[str]) -> Request:
@@ -152,7 +146,7 @@ def read_request(argv: Sequence[str]) -> Request:
     """
     known, rest = _parser().parse_known_args(argv)
     if known.gpus is not None:
-        known.world_size, known.gpu = _read_gpus(known.gpus, known.gpu)
+        known.world_size, known.gpu = _read_gpus(known.gpus)
     hardware = _hardware(known)
     if known.world_size < 1:
         raise ConfigError(
@@ -175,12 +169,9 @@ def read_request(argv: Sequence[str]) -> Request:
     if has_file:
         job = load_config([*model, *objective, *rest])
     else:
-        objective.append(f"--data.path={_SOME_DATA[known.objective or 'sft']}")
-        objective += (
-            []
-            if any(word.startswith("--training.epochs") for word in rest)
-            else ["--training.steps=1000"]
-        )
+        objective.append("--data.path=data")  # need not exist
+        if not any(word.startswith("--training.epochs") for word in rest):
+            objective.append("--training.steps=1000")
         reader = Reader()
         reader.read_arguments(["--config", CODE, *model, *objective, *rest])
         job = reader.finish(None)
@@ -220,26 +211,24 @@ def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
     """
     request = read_request([*argv, *more])
     checked, known, hardware = request.check(), request.known, request.hardware
-    chosen = choose_all(checked, hardware)
-    checked = take(checked, chosen.choice)
-    rank = 0 if more else known.rank
-    stages = plan_stages(checked, hardware, rank=rank, every_layer=known.every_layer)
-    return Planned(tuple(more), checked, merge_stages(stages), stages, chosen)
+    choice, best = choose_all(checked, hardware)
+    checked = take(checked, choice)
+    stages = plan_stages(checked, hardware, rank=known.rank, every_layer=known.every_layer)
+    return Planned(tuple(more), checked, merge_stages(stages), stages, choice, best)
 
 
-def choose_all(checked: Checked, hardware: Hardware) -> Chosen:
+def choose_all(checked: Checked, hardware: Hardware) -> tuple[Choice, Choice]:
     """Choose the settings that `checked` leaves open, and the settings as if it left all of them
     open.
     """
-    given = Choice({})
     if not isinstance(checked.model_config, ModelConfig):
-        return Chosen(given, given)
+        return Choice({}), Choice({})
     sizes = describe_model(checked, build_unsharded)
-    given = choose(checked, sizes, hardware)
+    choice = choose(checked, sizes, hardware)
     everything = tuple(CHOSEN)
     if checked.unwritten == everything:
-        return Chosen(given, given)
-    return Chosen(given, choose(replace(checked, unwritten=everything), sizes, hardware))
+        return choice, choice
+    return choice, choose(replace(checked, unwritten=everything), sizes, hardware)
 
 
 def _plan(request: Request, plan: Plan) -> int:

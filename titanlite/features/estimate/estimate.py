@@ -20,8 +20,8 @@ from titanlite.features.choice.hardware import (
     Hardware,
 )
 from titanlite.features.estimate.operators import BESIDE, Work
-from titanlite.features.estimate.trace import Moment, StepTrace, stage_layers, trace_step
-from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind
+from titanlite.features.estimate.trace import StepTrace, stage_layers, trace_step
+from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind, Segment
 from titanlite.preflight import Checked
 
 # Axes whose collectives block layers; the collectives of other axes overlap with other layers.
@@ -121,7 +121,7 @@ def plan_step(
 ) -> Estimate:
     """Compute the memory and the time of an optimizer step of `rank` on `hardware`."""
     job, degrees = checked.job, checked.degrees
-    trace = trace_step(job, checked.model_config, degrees, rank=rank, every_layer=every_layer)
+    trace = trace_step(checked, rank=rank, every_layer=every_layer)
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
     time = step_time(trace, degrees, hardware)
@@ -148,15 +148,10 @@ def stages_to_trace(model_config: AnyModelConfig, degrees: Degrees) -> list[int]
     if not isinstance(model_config, ModelConfig):
         return [0]
     kinds = [stage_layers(model_config, degrees, stage) for stage in range(degrees.pp)]
-    first = [
-        0,
-        *(
-            stage
-            for stage in range(1, degrees.pp)
-            if stage == 1 or kinds[stage] != kinds[stage - 1]
-        ),
+    always = {0, 1, degrees.pp - 1}
+    return [
+        stage for stage in range(degrees.pp) if stage in always or kinds[stage] != kinds[stage - 1]
     ]
-    return sorted({*first, degrees.pp - 1})
 
 
 def merge_stages(stages: Mapping[int, Estimate]) -> Estimate:
@@ -171,8 +166,8 @@ def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
     are on the host.
     """
 
-    def on_device(moment: Moment) -> int:
-        peak = trace.peaks[moment]
+    def on_device(segment: Segment) -> int:
+        peak = trace.peaks[segment]
         return sum(peak.values()) - (peak[GRADIENTS] if offload else 0)
 
     fullest = max(trace.peaks, key=on_device)
@@ -180,20 +175,20 @@ def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
     weights = trace.weights + trace.padding
     on_host = weights + trace.optimizer + working[GRADIENTS] if offload else 0
     return Memory(
-        weights, trace.optimizer, trace.buffers, working, on_host, _describe_moment(fullest, trace)
+        weights, trace.optimizer, trace.buffers, working, on_host, _describe(fullest, trace)
     )
 
 
-def _describe_moment(moment: Moment, trace: StepTrace) -> str:
+def _describe(segment: Segment, trace: StepTrace) -> str:
     outside = {
         "forward": "forward before the layers",
         "head": "output head and loss",
         "backward": "backward of the output head",
         "optimizer": "gradient norm and optimizer",
     }
-    if moment.layer is None:
-        return outside[moment.phase]
-    return f"{moment.phase} of layer {trace.layers[moment.layer]}"
+    if segment.layer is None:
+        return outside[segment.phase]
+    return f"{segment.phase} of layer {trace.layers[segment.layer]}"
 
 
 def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTime:
@@ -222,9 +217,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTim
                 compute += work.flops / (
                     hardware.float32_flops if kind.call.rate == "float32" else hardware.flops
                 )
-                add(kind.part, Part(replace(work, syncs=0), seconds))
+                add(kind.part, Part(work, seconds))
                 if work.syncs:
-                    add(_SYNCS, Part(Work(syncs=work.syncs), work.syncs * SYNC_S))
+                    add(_SYNCS, Part(Work(launches=work.syncs), work.syncs * SYNC_S))
                 busy += seconds + work.syncs * SYNC_S
                 continue
             ranks = trace.ranks[kind.group]

@@ -157,14 +157,22 @@ _OVERWRITING = {
 }
 _OVERWRITING |= {torch.ops.fsdp.split_with_sizes_copy.default, torch.ops.fsdp.chunk_cat.default}
 # Operators that are as fast for two-byte dtypes as for others.
-_MOVING = (_OVERWRITING | _PICKING) - {torch.ops.fsdp.chunk_cat.default} | {_own.gather_sum.default}
-# fused kernels: close to the memory's rate
-_MOVING |= {_own.add_norm.default, _own.add_norm_backward.default}
-_MOVING |= {_own.gated_norm.default, _own.gated_norm_backward.default}
-_MOVING |= {_own.rotate_heads.default, _own.rotate_heads_backward.default}
-_MOVING |= {_own.swiglu_apart.default, _own.swiglu_apart_backward.default}
-_MOVING |= {_own.delta_inputs.default, _own.delta_inputs_backward.default}
+_MOVING = (_OVERWRITING | _PICKING) - {torch.ops.fsdp.chunk_cat.default}
 _MOVING |= {_aten._to_copy.default, _aten.clone.default, _aten.cat.default}
+# fused kernels: close to the memory's rate
+_FUSED = {
+    "titanlite::gather_sum",
+    "titanlite::add_norm",
+    "titanlite::add_norm_backward",
+    "titanlite::gated_norm",
+    "titanlite::gated_norm_backward",
+    "titanlite::rotate_heads",
+    "titanlite::rotate_heads_backward",
+    "titanlite::swiglu_apart",
+    "titanlite::swiglu_apart_backward",
+    "titanlite::delta_inputs",
+    "titanlite::delta_inputs_backward",
+}
 _ADAMW = {"aten::_fused_adamw_", "titanlite::adamw_rounded"}
 _WITHOUT_KERNEL = {
     _aten.empty,
@@ -172,6 +180,8 @@ _WITHOUT_KERNEL = {
     _aten.empty_strided,
     _aten.new_empty,
     _aten.new_empty_strided,
+    _aten._unsafe_view,
+    torch.ops.fsdp.all_gather_copy_in,  # the copy of a shard is small
 }
 
 
@@ -209,7 +219,8 @@ def measure(
 
     `inside` is the number of bytes that the kernel holds while it runs; it writes and reads them.
     """
-    without_time = moves or func.namespace in ("c10d", "_c10d_functional", "profiler", "prim")
+    without_time = func.is_view or moves
+    without_time |= func.namespace in ("c10d", "_c10d_functional", "profiler", "prim")
     if without_time or getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
         return None
     if func is _aten._local_scalar_dense.default:
@@ -217,8 +228,6 @@ def measure(
     product, flops = count_flops(func, args, kwargs, out)
     written = _written(func)
     read, made = list(tensors_of((args, kwargs))), list(tensors_of(out))
-    if not written and not flops and _share_storage(read, made):
-        return None
     if func in _PICKING:
         nbytes = 2 * sum(map(_held, made))
     else:
@@ -231,15 +240,16 @@ def measure(
         if func is _aten._fused_adamw_.default:
             nbytes -= changed["grads"]  # gradients are written only to unscale them
     nbytes += 2 * inside
-    launches = _KERNELS.get(func.name(), 1)
+    name = func.name()
+    launches = _KERNELS.get(name, 1)
     if flops:
         call = Call(product, flops, nbytes)
-    elif func.name() in _ADAMW:
+    elif name in _ADAMW:
         call = Call("optimizer")
-    elif func not in _MOVING and any(t.dtype.itemsize == 2 for t in (*read, *made)):
-        call = Call("elementwise")
-    else:
+    elif func in _MOVING or name in _FUSED or all(t.dtype.itemsize != 2 for t in (*read, *made)):
         call = Call("memory")
+    else:
+        call = Call("elementwise")
     return call, Work(flops=flops, nbytes=nbytes, launches=launches)
 
 
@@ -251,11 +261,6 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 def _held(tensor: torch.Tensor) -> int:
     # an expanded tensor has more elements than memory
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
-
-
-def _share_storage(read: list[torch.Tensor], made: list[torch.Tensor]) -> bool:
-    storages = {tensor.untyped_storage()._cdata for tensor in read}
-    return bool(made) and all(tensor.untyped_storage()._cdata in storages for tensor in made)
 
 
 class Moved(NamedTuple):

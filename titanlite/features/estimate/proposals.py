@@ -8,32 +8,20 @@ command prints with them.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from operator import attrgetter
-from typing import NamedTuple
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
-from titanlite.features.choice.choose import Choice
+from titanlite.features.choice.choose import MODES, SHORTEST_PIECE, Choice
 from titanlite.features.choice.hardware import Hardware
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
 
-MODES = ("none", "selective", "keep_attention", "full")
 _WORTH = 1.02  # smallest factor in speed or memory that is worth a proposal
-_SHORTEST_PIECE = 4096
-"""Fewest tokens of a sequence on a rank in combinations with cp, which is for long sequences."""
 _PARALLELISM = "--parallelism."
 _THE_REST = f"{_PARALLELISM}data_parallel_shard_degree=-1"
-
-
-class Chosen(NamedTuple):
-    """Choices of the closed form."""
-
-    choice: Choice  # for the open settings
-    best: Choice  # for all settings that may be chosen
 
 
 @dataclass(frozen=True)
@@ -44,7 +32,8 @@ class Planned:
     checked: Checked
     estimate: Estimate  # figures of the run: memory of its fullest and time of its slowest stage
     stages: Mapping[int, Estimate]  # pipeline stages that were traced
-    chosen: Chosen
+    choice: Choice  # of the closed form, for the open settings
+    best: Choice  # for all settings that may be chosen
 
     @property
     def fits(self) -> bool:
@@ -53,13 +42,6 @@ class Planned:
     @property
     def rate(self) -> float:
         return self.estimate.expected_rate
-
-    @property
-    def merit(self) -> tuple[bool, float]:
-        """Sort key: plans that fit are better than others; then the faster or, if they do not fit,
-        the smaller.
-        """
-        return self.fits, self.rate if self.fits else -float(self.estimate.memory.total)
 
     def is_better_than(self, other: "Planned") -> bool:
         """Return True if this plan is better than `other` by more than 2 %."""
@@ -90,12 +72,18 @@ def propose(base: Planned, plan: Plan) -> Iterator[Planned]:
                 yield one
     if len(helpful) > 1:
         best, second = sorted(helpful, key=_merit, reverse=True)[:2]
-        for one in _try_all(plan, [_join(best.arguments, second.arguments)]):
+        # if an option occurs twice, the later value counts
+        joined = {text.partition("=")[0]: text for text in (*best.arguments, *second.arguments)}
+        for one in _try_all(plan, [tuple(joined.values())]):
             if one.fits and one.is_better_than(best):
                 yield one
 
 
-_merit = attrgetter("merit")
+def _merit(plan: Planned) -> tuple[bool, float]:
+    """Return a sort key: plans that fit are better than others; then the faster or, if they do not
+    fit, the smaller.
+    """
+    return plan.fits, plan.rate if plan.fits else -float(plan.estimate.memory.total)
 
 
 def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
@@ -113,20 +101,13 @@ def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
             )
 
 
-def _join(arguments: _Arguments, more: _Arguments) -> _Arguments:
-    """Join both; if an option occurs twice, the later value counts."""
-    return tuple(
-        {argument.partition("=")[0]: argument for argument in (*arguments, *more)}.values()
-    )
-
-
 def _candidates(base: Planned) -> Iterator[_Arguments]:
     """Yield settings that do not change the training: all that may be chosen, then single ones. If
     nothing fits, adapters too.
     """
     job, degrees = base.checked.job, base.estimate.degrees
-    best = base.chosen.best
-    larger = base.chosen.choice.larger
+    best = base.best
+    larger = base.choice.larger
     if larger is not None:
         yield (f"--training.global_batch_size={larger.batch}",)
     if dict(best.values) != {key: get_value(job, key) for key in best.values}:
@@ -135,14 +116,10 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
         if job.optimizer.name == "AdamW" and job.optimizer.state_dtype == "float32":
             yield ("--optimizer.state_dtype=bfloat16",)
         yield from _adapters(job)
-    training, model, per_node = (
-        job.training,
-        base.checked.model_config,
-        base.estimate.hardware.gpus_per_node,
-    )
+    training, model = job.training, base.checked.model_config
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         yield ("--model.attention_backend=varlen",)
-    open_ones = base.chosen.choice.values
+    open_ones = base.choice.values
     if "activation_checkpoint.mode" not in open_ones:
         modes = (m for m in MODES if m != job.activation_checkpoint.mode)
         yield from ((f"--activation_checkpoint.mode={mode}",) for mode in modes)
@@ -152,11 +129,12 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
     if base.estimate.trace.micro_batches > 1 and not job.parallelism.fsdp_once_per_step:
         yield (f"{_PARALLELISM}fsdp_once_per_step=true",)
     if model.num_experts and f"{_PARALLELISM[2:]}expert_parallel_degree" not in open_ones:
+        per_node = base.estimate.hardware.gpus_per_node
         widths = {1, min(per_node, degrees.fsdp * degrees.tp)} - {degrees.ep}
         yield from ((f"{_PARALLELISM}expert_parallel_degree={ep}",) for ep in sorted(widths))
     if degrees.world_size > 1 and degrees.tp == 1:
         yield f"{_PARALLELISM}tensor_parallel_degree=2", _THE_REST
-    if degrees.world_size > 1 and training.seq_len >= 2 * _SHORTEST_PIECE * degrees.cp:
+    if degrees.world_size > 1 and training.seq_len >= 2 * SHORTEST_PIECE * degrees.cp:
         yield f"{_PARALLELISM}context_parallel_degree={2 * degrees.cp}", _THE_REST
 
 
@@ -199,7 +177,7 @@ def sweep(
     for replicate, cp, tp, ep in _combinations(
         world_size // pp, {1, world_size // hardware.gpus_per_node}
     ):
-        long = job.training.seq_len >= _SHORTEST_PIECE * cp * tp
+        long = job.training.seq_len >= SHORTEST_PIECE * cp * tp
         if cp not in (1, job.parallelism.context_parallel_degree) and not long:
             continue
         names = (

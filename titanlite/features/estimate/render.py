@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from titanlite.base.text import format_memory, format_table
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.proposals import Planned
-from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, PARTS, TEMPORARIES, UNITS
+from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, TEMPORARIES, UNITS
 
 _MOST_SWEPT = 15
 _WORTH = 1.05  # smallest speedup for which the best choice is named
@@ -35,7 +35,7 @@ def render_verdict(
     )
     objective = "sft" if job.data.dataset in ("examples", "images") else "pretrain"
     objective = "dpo" if training.objective == "dpo" else objective
-    verdict = _verdict(estimate, "DOES NOT FIT")
+    verdict = _verdict(estimate)
     held = (
         f"{format_memory(estimate.memory.total)} of {format_memory(hardware.usable_bytes)} per GPU"
     )
@@ -64,7 +64,7 @@ def _choices(base: Planned, tokens: float) -> Iterator[str]:
     """Yield a line with the chosen settings, and one with the best settings if all were left
     open.
     """
-    given, best = base.chosen
+    given, best = base.choice, base.best
     if given.values:
         yield f"chosen    {given}"
     rate = base.rate * best.rate / given.rate if given.rate else 0.0
@@ -95,9 +95,9 @@ def render_proposals(base: Planned, proposals: Iterable[Planned] | None) -> Iter
         yield f"to change: {what}; {more}"
 
 
-def _verdict(estimate: Estimate, no: str) -> str:
+def _verdict(estimate: Estimate) -> str:
     room = format_memory(abs(estimate.room))
-    return f"fits, {room} free" if estimate.fits else f"{no}, {room} too much"
+    return f"fits, {room} free" if estimate.fits else f"DOES NOT FIT, {room} too much"
 
 
 def _rate(tokens_per_s: float) -> str:
@@ -161,7 +161,7 @@ def render_memory(estimate: Estimate, rank: int) -> str:
     )
     rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
     lines = format_table(rows).splitlines()[1:]
-    return "\n".join([f"memory of rank {rank}: {_verdict(estimate, 'does not fit')}", *lines])
+    return "\n".join([f"memory of rank {rank}: {_verdict(estimate)}", *lines])
 
 
 def render_stages(stages: Mapping[int, Estimate]) -> str:
@@ -194,23 +194,18 @@ def render_parts(estimate: Estimate) -> str:
     """
     time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
     count = trace.micro_batches
-    rows = [("per micro-batch", "TFLOP", "GB", "launches", "syncs", "exposed ms", "hidden ms")]
-    order = {name: place for place, name in enumerate(PARTS)}
-    for name, part in sorted(
-        time.parts.items(), key=lambda item: (order.get(item[0], len(order)), item[0])
-    ):
+    rows = [("per micro-batch", "TFLOP", "GB", "calls", "exposed ms", "hidden ms")]
+    for name, part in sorted(time.parts.items(), key=lambda item: -item[1].exposed_s):
         work = part.work
         amounts = (work.flops / 1e12, work.nbytes / 1e9, part.exposed_s * 1e3, part.hidden_s * 1e3)
         flops, nbytes, exposed, hidden = (
             f"{amount / count:,.2f}" if amount else "" for amount in amounts
         )
-        calls, syncs = (
-            f"{amount / count:,.0f}" if amount else "" for amount in (work.launches, work.syncs)
-        )
-        rows.append((name, flops, nbytes, calls, syncs, exposed, hidden))
+        calls = f"{work.launches / count:,.0f}" if work.launches else ""
+        rows.append((name, flops, nbytes, calls, exposed, hidden))
     if time.waiting:
         waited = f"{time.expected_s * time.waiting * 1e3 / count:,.2f}"
-        rows.append(("waiting for other stages", "", "", "", "", waited, ""))
+        rows.append(("waiting for other stages", "", "", "", waited, ""))
     done = trace.total.flops * estimate.degrees.stage_size / estimate.tokens
     where = f" in layers {trace.layers[0]} to {trace.layers[-1]}" if estimate.degrees.pp > 1 else ""
     return "\n".join(
@@ -230,26 +225,12 @@ def render_parts(estimate: Estimate) -> str:
 def render_sweep(found: Sequence[Planned]) -> str:
     """Return a table of the best combinations of degrees."""
     gpu = found[0].estimate.hardware.name
-    head = (
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "ep",
-        "checkpointing",
-        "memory",
-        "expected",
-        "at best",
-    )
-    rows: list[tuple[str, ...]] = [head]
+    rows = [("degrees", "checkpointing", "memory", "expected", "at best")]
     fitting = [one for one in found if one.fits]
     for one in (fitting or found)[:_MOST_SWEPT]:
-        d, mode = one.estimate.degrees, one.checked.job.activation_checkpoint.mode
-        memory = format_memory(one.estimate.memory.total)
-        rates = (f"{_rate(one.rate)} per GPU", f"{one.estimate.best_rate:,.0f}")
-        rows.append(
-            (*map(str, (d.dp_replicate, d.dp_shard, d.cp, d.tp, d.ep)), mode, memory, *rates)
-        )
+        estimate, mode = one.estimate, one.checked.job.activation_checkpoint.mode
+        memory, best = format_memory(estimate.memory.total), f"{estimate.best_rate:,.0f}"
+        rows.append((str(estimate.degrees), mode, memory, f"{_rate(one.rate)} per GPU", best))
     title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {gpu}; the fastest:"
     if not fitting:
         title = f"none of {len(found)} legal combinations of degrees fits {gpu}; the smallest:"

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import filterfalse
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
 from titanlite.assemble import build_objective, build_on_meta, build_optimizer
-from titanlite.config import AnyModelConfig, JobConfig
-from titanlite.config.parallelism import Degrees
+from titanlite.config import JobConfig
 from titanlite.config.schema import TrainingSection
 from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
@@ -35,8 +35,9 @@ from titanlite.models.interface import Model
 from titanlite.objective import Objective
 from titanlite.ops import grouped_gemm
 from titanlite.ops.attention import AttentionBackend, AttentionMask
-from titanlite.ops.kernels import plan_for_device
+from titanlite.ops.kernels import define_operator, differentiate, like, plan_for_device
 from titanlite.optim.optimizer import step_if_finite
+from titanlite.preflight import Checked
 from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
@@ -48,15 +49,10 @@ class StandInTrainer(TrainStep):
     `without_data`.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        model_config: AnyModelConfig,
-        degrees: Degrees,
-        device_type: DeviceType,
-    ) -> None:
-        dims = ParallelDims.build(degrees, "cpu")
-        run = Run(job, model_config, dims, torch.device(device_type))
+    def __init__(self, checked: Checked, device_type: DeviceType) -> None:
+        job = checked.job
+        dims = ParallelDims.build(checked.degrees, "cpu")
+        run = Run(job, checked.model_config, dims, torch.device(device_type))
         # This also creates the meshes in `dims` that a step needs: without data, a mesh cannot look
         # up its ranks.
         model = build_on_meta(run)
@@ -119,18 +115,16 @@ def without_data(trainer: StandInTrainer, device_type: DeviceType) -> Iterator[N
     """
     with ExitStack() as stack:
         stand_ins: dict[str, Callable[..., Any]] = {"expert_splits": _even_splits}
-        stack.enter_context(_exchanged(F, grouped_mm=_grouped_mm))
-        stack.enter_context(_exchanged(FakeTensor, tolist=_tolist))
+        # A `TorchFunctionMode` would not apply inside `backward`, where layers are recomputed.
+        stack.enter_context(patch.object(F, "grouped_mm", _grouped_mm))
+        stack.enter_context(patch.object(FakeTensor, "tolist", _tolist))
         if device_type == "cuda":
             stand_ins["attention_mask"] = partial(_mask, trainer.job.training)
         stack.enter_context(plan_for_device(device_type, stand_ins))
         if device_type == "cuda":
             # Both consist of many operators on the CPU, and are one kernel on CUDA.
-            attend, norm = (
-                partial(_attention, F.scaled_dot_product_attention),
-                partial(_rms_norm, F.rms_norm),
-            )
-            stack.enter_context(_exchanged(F, scaled_dot_product_attention=attend, rms_norm=norm))
+            for name, kernel in _ON_CUDA.items():
+                stack.enter_context(patch.object(F, name, partial(kernel, getattr(F, name))))
         stack.enter_context(trainer.fake)
         yield
 
@@ -146,7 +140,7 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     turns = {"forward": -1, "backward": -1}  # index of the latest micro-batch in each phase
     handles = []
 
-    def begin(micro_batch: int, phase: str, layer: int = -1) -> None:
+    def begin(micro_batch: int, phase: str, layer: int | None = None) -> None:
         recorder.mark((p for p in model.parameters() if p not in sharded), UNITS)
         recorder.mark((p.grad for p in sharded if p.grad is not None), GRADIENTS)
         recorder.begin(micro_batch, phase, layer)
@@ -225,22 +219,6 @@ class _NoReference(AdaptersOff):
         return torch.zeros(batch.tokens.shape[0], 2, dtype=torch.float64)
 
 
-@contextmanager
-def _exchanged(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of `owner`, such as `torch.nn.functional`, by name.
-
-    A `TorchFunctionMode` would not apply inside `backward`, where layers are recomputed.
-    """
-    composed = {name: getattr(owner, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(owner, name, function)
-        yield
-    finally:
-        for name, function in composed.items():
-            setattr(owner, name, function)
-
-
 def _tolist(tensor: torch.Tensor) -> Any:
     """Read a tensor once, where torch would read each element."""
     values: Any = tensor.flatten()[0].item() if tensor.numel() else 1
@@ -299,33 +277,51 @@ def _attention(
     with a mask, or if values differ in width from queries and keys.
     """
     aten = torch.ops.aten
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if attn_mask is None and q.shape[-1] != v.shape[-1] and q.shape[1] == k.shape[1]:
-        return aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, keep, dropout_p, is_causal, scale=scale
-        )[0]
-    if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
-            0
-        ]
-    if q.shape[1] != k.shape[1]:
+    has_grouped_heads = q.shape[1] != k.shape[1]
+    if attn_mask is None and (has_grouped_heads or q.shape[-1] == v.shape[-1]):
+        found = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
+        return found[0]
+    if has_grouped_heads:
         # With a mask no fused kernel accepts grouped heads: the composed one stores all scores, and
         # is traced as such.
         return composed(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     bias = attn_mask
-    if bias.dtype == torch.bool:
-        bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(
-            attn_mask.logical_not(), float("-inf")
-        )
-    if bias.shape[-1] % 16:
-        # aligns the addresses of rows
-        bias = F.pad(bias, (0, 16 - bias.shape[-1] % 16))[..., : attn_mask.shape[-1]]
-    bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, keep, dropout_p, False, scale=scale
-    )[0]
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
+        keys = bias.shape[-1]
+        if keys % 16:
+            # aligns the addresses of rows
+            bias = F.pad(bias, (0, 16 - keys % 16))[..., :keys]
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    found = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, keep, dropout_p, is_causal, scale=scale
+    )
+    return found[0]
+
+
+def _norm_without_data(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a norm, and one float32 per row for its backward."""
+    rows = x.shape[: x.dim() - weight.dim()]
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+# CUDA's kernels, which torch does not have on the CPU
+_norm = differentiate(
+    define_operator(
+        "planned_rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)", "", _norm_without_data
+    ),
+    define_operator(
+        "planned_rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor statistics)"
+        " -> (Tensor, Tensor)",
+        "",
+        like(1, 2),
+    ),
+    num_kept=1,
+)
 
 
 def _rms_norm(
@@ -337,39 +333,8 @@ def _rms_norm(
 ) -> torch.Tensor:
     if weight is None or weight.dtype != x.dtype:
         return composed(x, normalized_shape, weight, eps)
-    return _FusedRMSNorm.apply(x, weight)
+    (normed,) = _norm(x, weight)
+    return normed
 
 
-@torch.library.custom_op("titanlite::planned_rms_norm", mutates_args=())
-def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of CUDA's kernel, which torch does not have on the CPU: the norm, and one
-    float32 per row.
-    """
-    return torch.empty_like(x), x.new_empty(x.shape[: x.dim() - weight.dim()], dtype=torch.float32)
-
-
-@torch.library.custom_op("titanlite::planned_rms_norm_backward", mutates_args=())
-def _norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, statistics: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x and of the weight, as two kernels would."""
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-_norm.register_fake(lambda x, weight: _norm._init_fn(x, weight))
-_norm_backward.register_fake(lambda *args: _norm_backward._init_fn(*args))
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        result, statistics = _norm(x, weight)
-        ctx.save_for_backward(x, weight, statistics)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = _norm_backward(grad, *ctx.saved_tensors)
-        return tuple(
-            one if need else None for one, need in zip(grads, ctx.needs_input_grad, strict=True)
-        )
+_ON_CUDA = {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm}

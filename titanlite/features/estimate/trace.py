@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.assemble import build_unsharded
-from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
-from titanlite.config.parallelism import Degrees, resolve_global_batch_size
+from titanlite.config import JobConfig, ModelConfig
+from titanlite.config.parallelism import Degrees, resolve_global_batch_size, set_values
 from titanlite.distributed import ParallelDims
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
@@ -31,6 +31,7 @@ from titanlite.models.families import layers_of
 from titanlite.models.families.config_json import cut_layers
 from titanlite.models.families.parts import Layer
 from titanlite.models.interface import Model
+from titanlite.preflight import Checked
 
 _FEWEST = 3  # layers that repeat: the first and the last two
 # if gradients are summed over micro-batches outside of FSDP, the peak is at the last layer but one
@@ -45,23 +46,12 @@ def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
     return resolve_global_batch_size(job, dp_degree) // (sequences * dp_degree)
 
 
-class Moment(NamedTuple):
-    """A segment of a step (`Segment`), with its layer counted from the first or from the last
-    one.
-    """
-
-    micro_batch: int
-    phase: str
-    layer: int | None  # negative: counted from the last one; None outside of layers
-    turn: int
-
-
 @dataclass(frozen=True)
 class StepTrace:
     """The cost of one optimizer step on this rank."""
 
     # live bytes by category (`tracker.CATEGORIES`) at each segment's peak
-    peaks: dict[Moment, dict[str, int]]
+    peaks: dict[Segment, dict[str, int]]
     # Work of each traced micro-batch, and of the once-per-step part, including recomputation. The
     # group of a collective is its mesh axis, or "stage" (all ranks of a pipeline stage), or
     # "world".
@@ -115,9 +105,7 @@ def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
 
 
 def trace_step(
-    job: JobConfig,
-    model_config: AnyModelConfig,
-    degrees: Degrees,
+    checked: Checked,
     *,
     rank: int = 0,
     device_type: DeviceType = "cuda",
@@ -134,15 +122,16 @@ def trace_step(
         ConfigError: a pattern names nothing, or transformers cannot build the model.
     """
     options = (rank, device_type, documents)
-    repetition = None if every_layer else find_repetition(job, model_config, degrees, rank)
+    stage = checked.degrees.stage_of(rank)
+    repetition = None if every_layer else find_repetition(checked, stage)
     if repetition is None:
-        return _trace(job, model_config, degrees, None, *options)
-    stage, period = degrees.stage_of(rank), repetition.period
+        return _trace(checked, None, *options)
+    period = repetition.period
     base, more = (
-        _trace(job, *_with_layers(model_config, degrees, stage, count), repetition.split, *options)
+        _trace(_with_layers(checked, stage, count), repetition.split, *options)
         for count in (repetition.fewest, repetition.fewest + period)
     )
-    layers = degrees.stage_layers(model_config.num_layers, stage)
+    layers = checked.degrees.stage_layers(checked.model_config.num_layers, stage)
     found = add_periods(base, (len(layers) - repetition.fewest) // period, more)
     return replace(found, layers=layers)
 
@@ -155,16 +144,14 @@ class Repetition(NamedTuple):
     split: int  # layers up to this number are counted from the first one
 
 
-def find_repetition(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, rank: int
-) -> Repetition | None:
-    """Find how few layers represent all layers of the stage of `rank`; None: trace all."""
+def find_repetition(checked: Checked, stage: int) -> Repetition | None:
+    """Find how few layers represent all layers of a pipeline stage; None: trace all."""
+    job, degrees = checked.job, checked.degrees
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     # The owners of Muon's matrices do not repeat from layer to layer.
     if job.optimizer.name == "Muon" or any(re.search(r"\.[\d\[]", names) for names in named):
         return None
-    stage = degrees.stage_of(rank)
-    kinds = _list_kinds(job, model_config, degrees, stage)
+    kinds = _list_kinds(checked, stage)
     many = count_micro_batches(job, degrees.dp) > 1
     sums = degrees.dp_replicate > 1 or (degrees.experts_on_own_mesh and degrees.efsdp == 1)
     least = _FEWEST_WITH_SUMS if many and sums else _FEWEST
@@ -177,25 +164,23 @@ def find_repetition(
         if 2 * fewest + period < len(kinds):
             found.append(Repetition(fewest, period, first + min(2, (fewest - first) // 2)))
     best = min(found, default=None)
-    if best is None or isinstance(model_config, ModelConfig):
+    if best is None or isinstance(checked.model_config, ModelConfig):
         return best
     for count in (best.fewest, best.fewest + best.period):
-        smaller = _with_layers(model_config, degrees, stage, count)[0]
         # The class may count its layers from the last one.
-        if _list_kinds(job, smaller, degrees, stage) != kinds[:count]:
+        if _list_kinds(_with_layers(checked, stage, count), stage) != kinds[:count]:
             return None
     return best
 
 
-def _list_kinds(
-    job: JobConfig, model_config: AnyModelConfig, degrees: Degrees, stage: int
-) -> list[Any]:
+def _list_kinds(checked: Checked, stage: int) -> list[Any]:
     """Return a value for each layer of a pipeline stage, the same for equal layers."""
+    job, model_config = checked.job, checked.model_config
     section, turns = job.activation_checkpoint, 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         turns = int(section.selective_ac_option)
     if isinstance(model_config, ModelConfig):
-        kinds = [*stage_layers(model_config, degrees, stage)]
+        kinds = [*stage_layers(model_config, checked.degrees, stage)]
     else:
         model: Any = build_unsharded(job, model_config, "cuda")
         layers, config = model.decoder_layers(), model.transformers_model.config.get_text_config()
@@ -229,14 +214,13 @@ def stage_layers(model_config: ModelConfig, degrees: Degrees, stage: int) -> tup
     return layers_of(model_config)[numbers.start : numbers.stop]
 
 
-def _with_layers(
-    model_config: AnyModelConfig, degrees: Degrees, stage: int, count: int
-) -> tuple[AnyModelConfig, Degrees]:
-    """Return model and degrees with only the first `count` layers of one pipeline stage; other
-    stages are unchanged.
+def _with_layers(checked: Checked, stage: int, count: int) -> Checked:
+    """Return `checked` with only the first `count` layers of one pipeline stage; other stages are
+    unchanged.
     """
+    model_config, degrees = checked.model_config, checked.degrees
     if not isinstance(model_config, ModelConfig):
-        return cut_layers(model_config, count), degrees
+        return replace(checked, model_config=cut_layers(model_config, count))
     sizes = degrees.stage_sizes(model_config.num_layers)
     removed = degrees.stage_layers(model_config.num_layers, stage)[count:]
     sizes[stage] = count
@@ -246,27 +230,22 @@ def _with_layers(
         num_layers=model_config.num_layers - len(removed),
         num_dense_layers=dense - sum(number < dense for number in removed),
     )
-    return changed, replace(degrees, layers=tuple(sizes))
+    degrees = replace(degrees, layers=tuple(sizes))
+    return replace(checked, model_config=changed, degrees=degrees)
 
 
 def _trace(
-    job: JobConfig,
-    model_config: AnyModelConfig,
-    degrees: Degrees,
-    split: int | None,
-    rank: int,
-    device_type: DeviceType,
-    documents: bool,
+    checked: Checked, split: int | None, rank: int, device_type: DeviceType, documents: bool
 ) -> StepTrace:
-    """Trace a step with every layer of `model_config`. Moments count layers up to `split` from the
+    """Trace a step with every layer of the model. Segments count layers up to `split` from the
     first one, later layers from the last one.
     """
     # traced uncompiled; compiled code stores no more
-    job = replace(job, compile=replace(job.compile, enable=False))
-    job = replace(job, training=replace(job.training, enable_cpu_offload=False))
+    uncompiled = {"compile.enable": False, "training.enable_cpu_offload": False}
+    job, degrees = set_values(checked.job, uncompiled), checked.degrees
     repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
     with fake_ranks(degrees.world_size, rank):
-        trainer = StandInTrainer(job, model_config, degrees, device_type)
+        trainer = StandInTrainer(replace(checked, job=job), device_type)
         with without_data(trainer, device_type):
             batches = trainer.make_batches(len(repeats), documents=documents)
             if isinstance(trainer.model, TransformersModel):
@@ -332,7 +311,8 @@ def _summarize(
     split = num_layers // 2 if split is None else split
     return StepTrace(
         peaks={
-            _moment(segment, split, num_layers): peak for segment, peak in recorder.peaks.items()
+            _count_from_end(segment, split, num_layers): peak
+            for segment, peak in recorder.peaks.items()
         },
         work=work,
         ranks={axis: dist.get_process_group_ranks(group) for axis, group in groups},
@@ -348,11 +328,10 @@ def _summarize(
     )
 
 
-def _moment(segment: Segment, split: int, num_layers: int) -> Moment:
-    layer = None if segment.layer < 0 else segment.layer
-    if layer is not None and layer >= split:
-        layer -= num_layers
-    return Moment(segment.micro_batch, segment.phase, layer, segment.turn)
+def _count_from_end(segment: Segment, split: int, num_layers: int) -> Segment:
+    if segment.layer is None or segment.layer < split:
+        return segment
+    return segment._replace(layer=segment.layer - num_layers)
 
 
 def list_groups(dims: ParallelDims) -> Iterator[tuple[str, dist.ProcessGroup]]:

@@ -18,7 +18,6 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from titanlite.base.errors import ConfigError
 from titanlite.features.estimate.operators import (
     ATTENTION_OPS,
     GROUPED_OPS,
@@ -30,14 +29,6 @@ from titanlite.features.estimate.operators import (
 )
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
-# Private to torch, and the same in 2.11, 2.13 and 2.15. torch's subclass for FSDP2 does not work
-# here: it hooks each module of a unit, such as norm and head, which FSDP2 hooks as one, and
-# accumulating over replicas then fails.
-_PRIVATE = (
-    "_register_global_optimizer_hook",
-    "_update_and_maybe_create_winfos",
-    "_track",
-)
 
 GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP units", "temporaries"
 PERSISTENT = "persistent"
@@ -59,7 +50,9 @@ class Segment(NamedTuple):
 
     micro_batch: int  # -1 for once-per-step work
     phase: str  # "forward", "head", "backward" or "optimizer"
-    layer: int  # index of the decoder layer, or -1 outside of layers
+    # index of the decoder layer, in a `StepTrace` counted from the last one if it is negative; None
+    # outside of layers
+    layer: int | None = None
     # number of earlier segments like this one in the micro-batch: 1 in a second forward, of a
     # reference model
     turn: int = 0
@@ -109,6 +102,10 @@ class StepRecorder(MemTracker):
     """Recording of one training step. Enter it around the step, and call `begin` at the beginning
     of each segment.
 
+    It uses private methods of torch's class, the same in 2.11, 2.13 and 2.15. torch's subclass for
+    FSDP2 does not work here: it hooks each module of a unit, such as norm and head, which FSDP2
+    hooks as one, and accumulating over replicas then fails.
+
     Args:
         persistent: tensors that exist before and after the step: weights, optimizer states,
             buffers, the batch. Not counted.
@@ -123,12 +120,6 @@ class StepRecorder(MemTracker):
         self, persistent: Iterable[torch.Tensor], workspace: Workspace = lambda *_: 0
     ) -> None:
         super().__init__()
-        missing = [name for name in _PRIVATE if not hasattr(MemTracker, name)]
-        if missing:
-            raise ConfigError(
-                f"plan: the memory tracker of torch {torch.__version__} has no "
-                f"{' and no '.join(missing)}. Use torch 2.11 to 2.15."
-            )
         self._mod_tracker: Any = _NoModules()
         # True while DTensor determines a layout, with fake tensors of global size that no kernel
         # allocates
@@ -136,7 +127,7 @@ class StepRecorder(MemTracker):
         self.work: dict[Kind, Work] = {}
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
-        self._segment, self._most = Segment(-1, "optimizer", -1), -1
+        self._segment, self._most = Segment(-1, "optimizer"), -1
         self._begun = Counter([self._segment[:3]])
         # By address. Held, because a freed storage would leave its address to a new one.
         self._persistent: dict[int, torch.UntypedStorage] = {}
@@ -166,7 +157,7 @@ class StepRecorder(MemTracker):
     def _register_global_optimizer_hook(self) -> None:
         """Do not count the optimizer's allocations as its states."""
 
-    def begin(self, micro_batch: int, phase: str, layer: int = -1) -> None:
+    def begin(self, micro_batch: int, phase: str, layer: int | None = None) -> None:
         """Begin a segment, and end the previous one."""
         place = micro_batch, phase, layer
         self._segment, self._most = Segment(*place, self._begun[place]), -1
@@ -234,7 +225,7 @@ class StepRecorder(MemTracker):
             return GROUPED if packet in GROUPED_OPS else ATTENTION
         if func.namespace == "fsdp":
             return FSDP
-        if self._segment.layer < 0 and self._segment.phase != "forward":
+        if self._segment.layer is None and self._segment.phase != "forward":
             return HEAD
         if packet in _ROUTING_OPS:
             return ROUTING

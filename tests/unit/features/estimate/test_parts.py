@@ -44,7 +44,7 @@ def trace(world_size, *overrides):
         *overrides,
     ]
     checked = check(load_config(argv), world_size)
-    return trace_step(checked.job, checked.model_config, checked.degrees)
+    return trace_step(checked)
 
 
 def experts_over(ranks):

@@ -49,9 +49,7 @@ def checked():
 
 
 def traced(checked, *, every_layer=False, rank=0):
-    return trace_step(
-        checked.job, checked.model_config, checked.degrees, every_layer=every_layer, rank=rank
-    )
+    return trace_step(checked, every_layer=every_layer, rank=rank)
 
 
 def collectives(trace):

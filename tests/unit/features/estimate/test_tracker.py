@@ -42,9 +42,9 @@ def test_live_bytes_of_views_and_results_in_place():
         del z
         recorder.begin(-1, "optimizer")
         x += 1
-    peaks = [total(recorder, Segment(0, phase, -1)) for phase in ("forward", "head", "backward")]
+    peaks = [total(recorder, Segment(0, phase)) for phase in ("forward", "head", "backward")]
     assert peaks == [2 * KIB, 2 * KIB, KIB]
-    assert total(recorder, Segment(-1, "optimizer", -1, 1)) == 0
+    assert total(recorder, Segment(-1, "optimizer", turn=1)) == 0
 
 
 def test_storages_that_are_freed_and_taken_back():
@@ -59,7 +59,7 @@ def test_storages_that_are_freed_and_taken_back():
         recorder.begin(0, "backward")
         x.untyped_storage().resize_(KIB)
         y += 1
-    peaks = [total(recorder, Segment(0, phase, -1)) for phase in ("forward", "head", "backward")]
+    peaks = [total(recorder, Segment(0, phase)) for phase in ("forward", "head", "backward")]
     assert peaks == [KIB + 1, 1, KIB + 1]
     assert torch.UntypedStorage.resize_ is resize
 
@@ -83,9 +83,9 @@ def test_a_chain_keeps_what_its_backward_needs(fake):
             del hidden
             recorder.begin(0, "backward")
             loss.backward()
-    assert total(recorder, Segment(0, "forward", -1)) == 2 * nbytes
+    assert total(recorder, Segment(0, "forward")) == 2 * nbytes
     # the relu, the second product, and its sum
-    assert total(recorder, Segment(0, "head", -1)) == 2 * nbytes + 4
+    assert total(recorder, Segment(0, "head")) == 2 * nbytes + 4
     flops = 2 * size**3
     found = by_phase(recorder)
     assert {kind.call.rate for kind in recorder.work if kind.call.flops} == {"float32"}
