@@ -74,7 +74,6 @@ from titanlite.features.record.publish import (
 )
 from titanlite.features.record.run_files import (
     check_space,
-    log_held,
     save_environment,
     say_end,
 )
@@ -166,7 +165,6 @@ def assemble(checked: Checked) -> Trainer:
         ),
     )
     refuse(find_problems_of(parts))
-    log_held(plan, optimizer)
     record_start(parts, changes)
     objective.prepare(
         loader.coming_batches(run.first_step, run.job), partial(build_initial, parts), run.device

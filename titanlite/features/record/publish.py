@@ -19,7 +19,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.files import read_regular, replace_file
 from titanlite.base.log import logger
 from titanlite.base.process import read_variable
-from titanlite.base.text import format_count
+from titanlite.base.text import describe_error, format_count
 from titanlite.checkpoint import Progress
 from titanlite.checkpoint.folder import CERTIFICATE_FILE, OWN_FOLDER
 from titanlite.checkpoint.pieces import SIDECAR_FILE
@@ -242,10 +242,9 @@ def push_to_hub(folder: Path, repository: str) -> None:
             commit_message=f"{folder.name}, trained with titanlite",
         )
     except Exception as error:  # from the library, its HTTP client, or the system
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"checkpoint.push_to_hub: cannot upload to {repository}: {reason} The model is safe in "
-            f"{folder}; upload it with: hf upload {repository} {folder} "
+            f"checkpoint.push_to_hub: cannot upload to {repository}: {describe_error(error)}. The "
+            f"model is safe in {folder}; upload it with: hf upload {repository} {folder} "
             + " ".join(f"--exclude {name}" for name in left_out)
         ) from error
     logger.info("hub: uploaded to https://huggingface.co/%s", repository)
@@ -323,9 +322,8 @@ class WandbRun:
             function(self._run)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of wandb may end the run
             self._is_off = True
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             logger.warning(
-                "W&B: %s. It gets no more points; metrics.jsonl has all.", lines[0].rstrip(".")
+                "W&B: %s. It gets no more points; metrics.jsonl has all.", describe_error(error)
             )
 
 

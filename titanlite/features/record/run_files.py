@@ -1,5 +1,5 @@
-"""The environment of a run (environment.json in its folder), the memory of a rank, and the disk
-space of checkpoints.
+"""The environment of a run (environment.json in its folder), the disk space of checkpoints, and the
+end of a run.
 """
 
 import json
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ import torch.distributed as dist
 
 from titanlite.base.agree import gather_objects
 from titanlite.base.events import record_event
-from titanlite.base.files import replace_file
+from titanlite.base.files import read_json, replace_file
 from titanlite.base.log import logger
-from titanlite.base.text import format_memory, format_size
+from titanlite.base.text import format_size
 from titanlite.checkpoint.description import describe_versions
 from titanlite.config import JobConfig
-from titanlite.materialize import Plan, TensorEntry
+from titanlite.materialize import Plan
 from titanlite.models.interface import is_adapter
 from titanlite.trainer import Trainer
 
@@ -66,7 +67,7 @@ def save_environment(
             "cuda": torch.version.cuda,
         },
         "platform": platform.platform(),
-        "processor": f"{_describe_processor()}, {os.cpu_count()} logical cores",
+        "processor": f"{platform.machine()}, {os.cpu_count()} logical cores",
         "machines": machines,
     }
     write_json(folder / ENVIRONMENT_FILE, found)
@@ -75,12 +76,9 @@ def save_environment(
 
 def record_trained(folder: Path, trained: int) -> None:
     """Correct the number of trained parameters in the run's `environment.json`, on rank 0."""
-    try:
-        found = json.loads((folder / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        logger.warning("cannot correct %s: %s.", folder / ENVIRONMENT_FILE, error)
-    else:
-        write_json(folder / ENVIRONMENT_FILE, found | {"trained": trained})
+    path = folder / ENVIRONMENT_FILE
+    with suppress(OSError, ValueError):  # the start has warned that it cannot be written
+        write_json(path, read_json(path) | {"trained": trained})
 
 
 def _describe_device(device: torch.device) -> str:
@@ -118,62 +116,6 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _describe_processor() -> str:
-    """Return the processor's model name, which `platform.processor` does not know on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-_STEP_BYTES = 4  # AdamW's count of steps, one float32 per parameter
-
-
-def count_states(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, tuple[int, int]]:
-    """Return for each trained parameter the bytes of its states per value, and the bytes of its
-    step counter.
-    """
-    dtype: torch.dtype | None = optimizer.defaults.get("state_dtype")
-    found: dict[torch.Tensor, tuple[int, int]] = {}
-    for group in optimizer.param_groups:
-        moments = {*group["state_names"]} - {"step"}
-        steps = _STEP_BYTES if "step" in group["state_names"] else 0
-        for param in group["params"]:
-            found[param] = len(moments) * (dtype or param.dtype).itemsize, steps
-    return found
-
-
-def count_held(plan: Plan, optimizer: torch.optim.Optimizer) -> tuple[int, int, int]:
-    """Return this rank's bytes of weights, of gradients, and of optimizer states after the first
-    step.
-
-    The padding of uneven shards is not counted. No communication.
-    """
-    params = [
-        entry for entry in plan.entries if entry.info.kind == "parameter" and not entry.is_remote
-    ]
-    trained = [entry for entry in params if entry.tensor.requires_grad]
-    states = count_states(optimizer)
-    held = 0
-    for entry in trained:
-        per_value, steps = states[entry.tensor]
-        held += per_value * math.prod(entry.local_shape) + steps
-    return _bytes_of(params), _bytes_of(trained), held
-
-
-def log_held(plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-    """Log the bytes of `count_held` on rank 0, without communication."""
-    if dist.get_rank() == 0:
-        sizes = map(format_memory, count_held(plan, optimizer))
-        logger.info("plan: rank 0 holds weights %s, gradients %s, optimizer states %s", *sizes)
-
-
-def _bytes_of(entries: Iterable[TensorEntry]) -> int:
-    return sum(entry.local_bytes for entry in entries)
-
-
 def count_bytes(plan: Plan, job: JobConfig, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of a checkpoint: the model in `checkpoint.export_dtype`, the exact weights
     if that dtype loses bits, and the states of the optimizer.
@@ -182,7 +124,12 @@ def count_bytes(plan: Plan, job: JobConfig, optimizer: torch.optim.Optimizer) ->
     files are not counted.
     """
     total = 0
-    states = count_states(optimizer)
+    dtype: torch.dtype | None = optimizer.defaults.get("state_dtype")
+    state_bytes = {
+        param: len({*group["state_names"]} - {"step"}) * (dtype or param.dtype).itemsize
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
     for entry in plan.entries:
         if not entry.info.persistent or (job.lora.rank and not is_adapter(entry.fqn)):
             continue
@@ -192,9 +139,9 @@ def count_bytes(plan: Plan, job: JobConfig, optimizer: torch.optim.Optimizer) ->
             if job.lora.rank
             else entry.saved_dtype(getattr(torch, job.checkpoint.export_dtype)).itemsize
         )
-        per_value, _ = states.get(entry.tensor, (0, 0))
         exact = own if export < own else 0
-        total += math.prod(entry.info.shape) * (export + exact + per_value)
+        values = math.prod(entry.info.shape)
+        total += values * (export + exact + state_bytes.get(entry.tensor, 0))
     return total
 
 

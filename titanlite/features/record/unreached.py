@@ -1,6 +1,5 @@
 """The warning about trained parameters that have no gradient."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,7 +9,7 @@ from torch import nn
 
 from titanlite.base.events import record_event
 from titanlite.base.log import logger
-from titanlite.base.text import fold_name, format_count
+from titanlite.base.text import fold_name, format_count, list_names
 from titanlite.features.record.run_files import record_trained
 from titanlite.materialize.layout import num_values
 from titanlite.materialize.plan import clean_name
@@ -38,29 +37,17 @@ def describe_unreached(model: nn.Module, names: Sequence[str]) -> tuple[str, int
         clean_name(name): param for name, param in model.named_parameters() if param.requires_grad
     }
     reached = params.keys() - set(names)
-    pattern_of = {name: fold_name(name) for name in names}
-    too_wide = {
-        p for p in set(pattern_of.values()) if any(fnmatchcase(name, p) for name in reached)
-    }
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, pattern in pattern_of.items():
-        groups[name if pattern in too_wide else pattern].append(name)
-    listed = list[str]()
-    num_lost = 0
-    for pattern, group in groups.items():
-        size = sum(num_values(params[name]) for name in group)
-        num_lost += size
-        listed.append(f"{pattern} ({format_count(len(group), 'tensor')}, {size:,} elements)")
-    if len(listed) > _MOST_PATTERNS:
-        listed[_MOST_PATTERNS:] = [
-            f"and {format_count(len(listed) - _MOST_PATTERNS, 'other name')}"
-        ]
+    patterns = {fold_name(name) for name in names}
+    too_wide = {p for p in patterns if any(fnmatchcase(name, p) for name in reached)}
+    folded = (name if fold_name(name) in too_wide else fold_name(name) for name in names)
+    num_lost = sum(num_values(params[name]) for name in names)
     total, trained = count_parameters(model)
     trained -= num_lost
     text = (
         f"training: {format_count(len(names), 'tensor')} ({num_lost:,} elements) had no gradient "
-        f"in the first step: {', '.join(listed)}. They did not contribute to its loss and are "
-        f"unchanged, so {trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To "
+        f"in the first step: {list_names(dict.fromkeys(folded), most=_MOST_PATTERNS)}. They did "
+        "not contribute to its loss and are unchanged, so "
+        f"{trained / 1e6:,.3f} M of {total / 1e6:,.3f} M parameters are trained. To "
         "keep them out of the optimizer, name them in optimizer.freeze."
     )
     if any(".indexer." in name for name in names):

@@ -155,7 +155,7 @@ def test_the_configuration_is_whole_and_has_no_local_paths(job, tmp_path, wandb)
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        ("init", SystemExit(1), "1"),
+        ("init", SystemExit(1), "SystemExit: 1"),
         ("log", TimeoutError(), "TimeoutError"),
     ],
 )
