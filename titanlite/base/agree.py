@@ -118,6 +118,11 @@ def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else read_rank()
 
 
+def get_rank_and_size() -> tuple[int, int]:
+    """Return this rank's number and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def is_lost_peer(error: Exception) -> bool:
     """Return True if a collective failed because another rank ended or hangs."""
     text = str(error)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from titanlite.base.agree import get_rank
+from titanlite.base.agree import get_rank, get_rank_and_size
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.base.files import render, saving_as
 from titanlite.base.hf_objects import build_config, get_config_class
@@ -203,15 +202,17 @@ class CarriedTensors:
         """Find the tensors whose names are those of token tables: layers for multi-token
         prediction have copies of them.
         """
-        rows = self._config.vocab_size
-        tables = [
-            t for key, t in tensors.items() if key not in self._stored and t.shape[:1] == (rows,)
-        ]
         found = {}
         for key, tensor in self._stored.items():
-            like = [t for t in tables if (t.shape, t.dtype) == (tensor.shape, tensor.dtype)]
-            same = [t.key.removeprefix(MASTER_PREFIX) for t in like if len(t.shape) == 2]
-            if same and key.endswith(_COPIES):
+            is_table = len(tensor.shape) == 2 and tensor.shape[0] == self._config.vocab_size
+            if not is_table or not key.endswith(_COPIES):
+                continue
+            same = [
+                other.removeprefix(MASTER_PREFIX)
+                for other, t in tensors.items()
+                if other not in self._stored and (t.shape, t.dtype) == (tensor.shape, tensor.dtype)
+            ]
+            if same:
                 found[key] = sorted(
                     same, key=lambda name, of_head="head" in key: ("head" in name) != of_head
                 )
@@ -221,9 +222,7 @@ class CarriedTensors:
         """Return the items to save, split over the ranks by bytes; a copy is written from the
         `saved` tensor.
         """
-        rank, world_size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        )
+        rank, world_size = get_rank_and_size()
         loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
         stored = Stored(self._stored, self._file_bytes)
         reader = SafetensorsReader.of_keys(self._name, stored, self._stored, threads=1)

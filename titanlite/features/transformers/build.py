@@ -10,6 +10,7 @@ import torch
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.hf_objects import build_from_config
+from titanlite.base.text import describe_error
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.initial import Notes, find_sources
 from titanlite.features.transformers.model import TransformersModel
@@ -38,10 +39,8 @@ def build_transformers(
         model, notes = build(dtype)
         _keep_in_float32(model, dtype)
     except Exception as error:  # noqa: BLE001 - its classes divide by sizes, and multiply them
-        text = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"model: transformers cannot build {config.architecture}: {type(error).__name__}: "
-            f"{text}"
+            f"model: transformers cannot build {config.architecture}: {describe_error(error)}."
         ) from None
     if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
         raise ConfigError(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.agree import get_rank_and_size
 from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
@@ -74,7 +74,7 @@ class TransformersCheckpoint(StoredWeights):
                 used.add(master.key)
                 parts = [Placed(master, whole(name, info.shape))]
                 self._claim_tensor(name, info, parts, master.shape)
-        self._drop_tied(tensors)
+        self._drop_tied()
         self._allow_absent(tensors)
         problems = self._explain_absent(tensors)
         patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
@@ -95,20 +95,14 @@ class TransformersCheckpoint(StoredWeights):
         """Return, by name, an error for each stored tensor that the model ties to another one with
         different values.
         """
-        ties = {
-            n: s.target for n, s in self._model.declare_sources().items() if isinstance(s, Alias)
-        }
+        ties = self._model.ties()
         if not ties:
             return {}
         self._claim_stored({name: info for name, _, info in named_tensors(self._model)})
         found = {}
         for name, target in ties.items():
-            both = self._claims.get(name), self._claims.get(target)
-            if (
-                isinstance(both[0], Read)
-                and isinstance(both[1], Read)
-                and not is_equal(both[0], both[1])
-            ):
+            own, other = self._claims.get(name), self._claims.get(target)
+            if isinstance(own, Read) and isinstance(other, Read) and not is_equal(own, other):
                 found[name] = explain_untied(self.name, target, "tie_word_embeddings", _UNTIE)
         return found
 
@@ -179,10 +173,10 @@ class TransformersCheckpoint(StoredWeights):
             raise NotTraceable("a part of FP8 that is not rows of a matrix")
         return Placed(stored, Piece(part.key, stored.shape, region, row=part.source_starts[0]))
 
-    def _drop_tied(self, tensors: Mapping[str, TensorInfo]) -> None:
+    def _drop_tied(self) -> None:
         """Drop the second name of a tied tensor that is stored under both."""
-        for name, source in self._model.declare_sources().items():
-            if isinstance(source, Alias) and name in self._claims and source.target in self._claims:
+        for name, target in self._model.ties().items():
+            if name in self._claims and target in self._claims:
                 del self._claims[name]
                 if name in self.untied:
                     self._claims[name] = InvalidClaim(self.untied[name])
@@ -190,15 +184,10 @@ class TransformersCheckpoint(StoredWeights):
     def _allow_absent(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Claim the class's own initialization for tensors that the class allows to be missing."""
         patterns = self._model.transformers_model._keys_to_ignore_on_load_missing or ()
-        declared = self._model.declare_sources()
-        for name, info in tensors.items():
-            absent = (
-                info.persistent
-                and name not in self._claims
-                and any(re.search(p, name) for p in patterns)
-            )
-            source = declared.get(name)
-            if absent and source is not None and not isinstance(source, Alias):
+        for name, source in self._model.sources.items():
+            if name not in tensors or name in self._claims or isinstance(source, Alias):
+                continue
+            if tensors[name].persistent and any(re.search(p, name) for p in patterns):
                 self._claims[name] = source
 
     def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, InvalidClaim]]:
@@ -208,10 +197,11 @@ class TransformersCheckpoint(StoredWeights):
         Raises CheckpointError: the names of most stored tensors differ from the expected ones by
         the same prefix.
         """
-        declared = self._model.declare_sources()
+        declared = self._model.sources
+        ties = self._model.ties()
         base = f"{self._model.transformers_model.base_model_prefix}."
         own = [name for name, info in tensors.items() if info.persistent and not is_adapter(name)]
-        own = [name for name in own if not isinstance(declared.get(name), Alias)]
+        own = [name for name in own if name not in ties]
         absent = [name for name in own if name not in self._claims]
         if 2 * len(absent) > len(own) and (problem := explain_names(self.stored.tensors, own)):
             raise CheckpointError(f"{self.name}: {problem}")
@@ -250,9 +240,7 @@ def saved_entries(
     """Return the tensors that a checkpoint of `model` has, by the names under which transformers
     saves them; tied tensors once.
     """
-    aliases = {
-        name for name, source in model.declare_sources().items() if isinstance(source, Alias)
-    }
+    aliases = model.ties()
     ignored = model.transformers_model._keys_to_ignore_on_save or ()
     found = {}
     for entry in entries:
@@ -334,7 +322,7 @@ def transformers_items(
     current = ""
     num_converted = 0
     items = list[Item]()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = get_rank_and_size()
     for form in forms:
         stored = form.entry.saved_dtype(dtype)
         if form.region is not None:
@@ -364,7 +352,8 @@ def _convert(
     sources: dict[str, torch.Tensor] = {}
     for name in group.keys:
         tensor = entries[name].tensor.detach()
-        sources[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        sources[name] = tensor if tensor.is_meta else tensor.cpu()  # on meta in an export
     converted = group.convert(sources.__getitem__, model)
     return {key: value.contiguous() for key, value in converted.items()}
 

@@ -7,8 +7,8 @@ Shapes: B batch, S sequence, D hidden, V vocabulary.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from titanlite.features.transformers.experts import (
     is_plain_swiglu,
     use_titanlite_experts,
 )
-from titanlite.materialize.sources import Source
+from titanlite.materialize.sources import Alias, Source
 from titanlite.models.decoder import LossSums
 from titanlite.models.interface import Model
 from titanlite.models.moe import is_routed
@@ -39,34 +39,6 @@ from titanlite.ops.attention import AttentionBackend
 
 # Names in the package index that differ from the modules' names.
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}
-Around = Generator[tuple[Any, ...], torch.Tensor, torch.Tensor]
-"""A generator around a forward: it yields the arguments, receives the result, and returns a new
-result.
-"""
-
-
-def hook_around(module: nn.Module, around: Callable[..., Around]) -> None:
-    """Run `around` with the arguments of every forward of `module`, by hooks. If a forward raises,
-    the generator is closed.
-    """
-    running: list[Around] = []
-
-    def before(module: nn.Module, args: Any) -> Any:
-        running.append(around(*args))
-        return next(running[-1])
-
-    def after(module: nn.Module, args: Any, result: torch.Tensor | None) -> torch.Tensor | None:
-        if not running:  # another hook has raised before
-            return None
-        call = running.pop()
-        try:
-            call.close() if result is None else call.send(result)
-        except StopIteration as end:
-            return end.value
-        return None
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
 
 
 class TransformersModel(Model):
@@ -123,12 +95,15 @@ class TransformersModel(Model):
         self._can_cache: bool | None = None  # unknown before `can_cache`
         packing.register_document_masks()
         self._facts: probes.Facts | None = None  # unknown before the first forward
-        self._labels: tuple[torch.Tensor, Literal["sum", "none"]] | None = None
+        # of a forward that computes the loss in the head
+        self._labels: tuple[torch.Tensor, Any] | None = None
+        self._hidden_BSD: torch.Tensor | None = None
         head = probes.find_head(model)
         self._head = [head]  # in a list, so that it is not registered a second time
         self.is_plain_head = isinstance(head, nn.Linear) and head.bias is None
         if self.is_plain_head:
-            hook_around(head, self._logits_or_loss)
+            head.register_forward_pre_hook(self._keep_hidden)
+            head.register_forward_hook(self._compute_loss)
 
     @property
     def head(self) -> Any:
@@ -141,6 +116,10 @@ class TransformersModel(Model):
 
     def declare_sources(self) -> dict[str, Source]:
         return dict(self.sources)
+
+    def ties(self) -> dict[str, str]:
+        """Return the further names of tied tensors, each with the name of its tensor."""
+        return {name: s.target for name, s in self.sources.items() if isinstance(s, Alias)}
 
     def forward(
         self,
@@ -159,16 +138,13 @@ class TransformersModel(Model):
 
         Args:
             inputs: further arguments of the model's forward, such as `pixel_values` and
-                `image_grid_thw`.
+                `image_grid_thw`. Their rows hold one document each, without `document_ids_BS`.
 
-        Raises ConfigError: rows of several documents for a model that mixes them, or text for a
-        model that is not causal.
+        Raises ConfigError: text for a model that is not causal.
         """
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
         inputs.pop("starts_N1", None)  # for titanlite's own attention
-        if inputs and document_ids_BS is not None:
-            raise ValueError("rows with images hold one document each; leave document_ids out")
         options: dict[str, Any] = dict(inputs)
         if labels_BS is not None or document_ids_BS is not None:
             self._facts = facts = self._facts or probes.find_facts(self, tokens_BS.device)
@@ -182,11 +158,8 @@ class TransformersModel(Model):
                 if facts.keeps_apart:
                     options["with_boundaries"] = facts.takes_boundaries
                 else:
-                    packing.check_single_documents(
-                        document_ids_BS, self.config.architecture, facts.why_mixed
-                    )
-                    # Padding on the right changes nothing before it. The class sets positions
-                    # itself.
+                    # Each row has one document (`check_documents_per_row`). Padding on the right
+                    # changes nothing before it. The class sets positions itself.
                     document_ids_BS = None
                     positions_BS = None if self.config.rope_limit is None else positions_BS
         if labels_BS is None:
@@ -208,10 +181,10 @@ class TransformersModel(Model):
         else:
             self._labels = (labels_BS, reduction)
             try:
-                # see `_logits_or_loss`
+                # see `_compute_loss`
                 loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
             finally:
-                self._labels = None
+                self._labels = self._hidden_BSD = None
         # Cloned, because FSDP2 does not accept a view as a module's result.
         if reduction != "sum":
             loss = loss.unflatten(0, labels_BS.shape).clone()
@@ -241,11 +214,10 @@ class TransformersModel(Model):
         if with_boundaries and document_ids_BS is not None:
             document_ids_BS, told = packing.boundaries(document_ids_BS)
             tokens_BS = tokens_BS.view(1, -1)
-            inputs = inputs | told
-            positions_BS = None if positions_BS is None else positions_BS.reshape(1, -1)
+            inputs |= told
         if positions_BS is not None and self._takes_positions:
-            inputs["position_ids"] = positions_BS
-        inputs = {**inputs, "input_ids": tokens_BS}
+            inputs["position_ids"] = positions_BS.reshape(tokens_BS.shape)
+        inputs["input_ids"] = tokens_BS
         if self.training:
             for counter in self._counters.values():
                 counter.begin(valid_BS)
@@ -313,16 +285,20 @@ class TransformersModel(Model):
             self._can_cache = probes.is_same_with_cache(self, device)
         return self._can_cache
 
-    def _logits_or_loss(self, hidden_BSD: torch.Tensor) -> Around:
-        """Turn the head's result into the loss, if there are labels; the head then projects no
-        token.
-        """
+    def _keep_hidden(self, head: nn.Module, args: tuple[torch.Tensor]) -> Any:
+        """Let the head project no token if there are labels."""
         if self._labels is None:
-            return (yield (hidden_BSD,))
-        yield (hidden_BSD[:0],)
+            return None
+        (self._hidden_BSD,) = args
+        return self._hidden_BSD[:0]
+
+    def _compute_loss(self, head: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        """Replace the head's result by the loss if there are labels."""
+        if self._labels is None or self._hidden_BSD is None:
+            return logits
         labels_BS, reduction = self._labels
-        weight_VD = local_tensor(self.head.weight)
-        hidden_TD = hidden_BSD.flatten(0, 1)
+        weight_VD = local_tensor(head.weight)
+        hidden_TD = self._hidden_BSD.flatten(0, 1)
         return linear_cross_entropy(
             hidden_TD, weight_VD, labels_BS.flatten(), self.loss_chunk_tokens, reduction=reduction
         )
@@ -387,9 +363,9 @@ class TransformersModel(Model):
     ) -> None:
         self.loss_chunk_tokens = loss_chunk_tokens
         name = self.config.architecture
-        if missing := probes.find_missing_kernels(self._transformers_model):
-            say = warn_once if device.type == "cuda" else logger.info
-            say(
+        is_cuda = device.type == "cuda"
+        if is_cuda and (missing := probes.find_missing_kernels(self._transformers_model)):
+            warn_once(
                 f"model: the fast path of transformers' {name} on GPUs needs "
                 f"{' and '.join(missing)}, which cannot be imported: plain operations are used, "
                 "which are slower. Install it with pip: "
@@ -398,24 +374,11 @@ class TransformersModel(Model):
         if self.config.num_experts or any(
             is_routed(parameter) for parameter, _ in self.named_parameters()
         ):
-            sizes = sorted(
-                {getattr(module, "num_experts", 0) for module in self.expert_modules.values()}
-            )
-            why = " or ".join(map(str, sizes))
-            why = (
-                f"layers have {why} experts"
-                if why
-                else "experts are not called by transformers' interface"
-            )
-            load = "is logged" if self.counters else f"cannot be counted: {why}"
-            balanced = (
-                "its own bias balances" if moe.expert_bias_update_rate else "no balancing is added"
-            )
             logger.info(
                 "moe: transformers' %s routes by itself: %s; its expert load %s",
                 name,
-                balanced,
-                load,
+                "its own bias balances" if moe.expert_bias_update_rate else "no balancing is added",
+                "is logged" if self.counters else "cannot be counted",
             )
         if moe.expert_bias_update_rate and not self.moe_layers():
             raise ConfigError(
@@ -423,7 +386,7 @@ class TransformersModel(Model):
                 f"routers, but routers of transformers' {name} have no such buffer. Leave it out."
             )
         experts = self.expert_modules.values()
-        if device.type == "cuda" and experts and all(map(is_plain_swiglu, experts)):
+        if is_cuda and experts and all(map(is_plain_swiglu, experts)):
             use_titanlite_experts(self._transformers_model)
 
     def split_experts(self) -> list[nn.Module]:

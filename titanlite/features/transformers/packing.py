@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titanlite.base.errors import ConfigError
 from titanlite.ops.attention import find_starts
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
@@ -103,22 +102,6 @@ def boundaries(document_ids_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
         "max_length_k": longest,
     }
     return ids_1T, {**told, "seq_idx": ids_1T.to(torch.int32)}
-
-
-def check_single_documents(document_ids_BS: torch.Tensor, name: str, why: str) -> None:
-    """Refuse rows in which a document follows another document or padding, for a class that mixes
-    them.
-
-    Raises ConfigError: there is such a row. Synchronization point.
-    """
-    if bool(
-        ((document_ids_BS[:, 1:] != document_ids_BS[:, :-1]) & (document_ids_BS[:, 1:] >= 0)).any()
-    ):
-        raise ConfigError(
-            f"model: {name} of transformers mixes documents that share a row: alone, the same "
-            f"tokens give other logits ({why}). Give it rows of one document each: set "
-            "data.packing = false."
-        )
 
 
 # names of the argument in a class's forward; the second one before transformers 5.24

@@ -110,7 +110,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         moved = (alone[0, :-1] - alone[1, :-1]).float().norm()
         # Experts get different numbers of rows, and kernels different shapes, so the last bits may
         # differ.
-        bound = (1e-4 if is_float32(alone, model.head) else 0.05) * expected.norm()
+        bound = tolerance_of(alone, model.head) * expected.norm()
         positions_2S = restarting_positions(ids_2S, None)
         for with_boundaries in model.document_options():
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
@@ -211,16 +211,16 @@ def is_same_with_cache(model: "TransformersModel", device: torch.device) -> bool
         )
         return False
     found = torch.stack([first_BV, second_BV], dim=1).float()
-    bound = 1e-4 if is_float32(first_BV, model.head) else 0.05
-    return bool((found - expected).norm() <= bound * expected.norm())  # synchronization point, once
+    bound = tolerance_of(first_BV, model.head) * expected.norm()
+    return bool((found - expected).norm() <= bound)  # synchronization point, once
 
 
-def is_float32(logits: torch.Tensor, head: nn.Module | None) -> bool:
-    """Return True if the logits were computed in float32, judged by their dtype and that of the
-    head's weight.
+def tolerance_of(logits: torch.Tensor, head: nn.Module | None) -> float:
+    """Return the relative error of logits that were computed in float32 or, judged by their dtype
+    and that of the head's weight, in fewer bits.
     """
     weight = getattr(head, "weight", logits)
-    return logits.dtype == weight.dtype == torch.float32
+    return 1e-4 if logits.dtype == weight.dtype == torch.float32 else 0.05
 
 
 def plain_tokens(config: Any, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, together
+from titanlite.base.agree import gather_objects, get_rank_and_size, together
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.folder import CERTIFICATE_FILE, read_json, read_model_headers
 from titanlite.features.verify.scan import Look, scan
@@ -43,7 +43,7 @@ def digest_base(folder: Path, group: dist.ProcessGroup | None = None) -> dict[st
     found: dict[str, str] = {}
     with together(group):
         stored = read_model_headers(folder)
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = get_rank_and_size()
         mine = dict([*stored.tensors.items()][rank::ranks])
         found = spell_all(scan(replace(stored, tensors=mine)))
     parts = gather_objects(found, group)

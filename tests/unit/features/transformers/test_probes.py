@@ -89,11 +89,6 @@ def test_a_class_that_mixes_documents_takes_rows_of_one(config):
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32
     wanted = torch.nn.functional.cross_entropy(expected[0], labels[0, :14], reduction="sum")
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
-    for documents in (DOCUMENTS, one.flip(1)):  # padding before a document is seen, too
-        with pytest.raises(
-            ConfigError, match=r"mixes documents that share a row: .* set data\.packing = false"
-        ):
-            model(tokens, labels, document_ids_BS=documents)
 
 
 def test_what_a_forward_raises_is_the_reason(monkeypatch):
@@ -106,11 +101,8 @@ def test_what_a_forward_raises_is_the_reason(monkeypatch):
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(model.transformers_model, "forward", forward)
-    tokens, labels = tokens_and_labels()
-    with pytest.raises(
-        ConfigError, match=r"mixes documents .*IndexError: index 12 is out of bounds"
-    ):
-        model(tokens, labels, document_ids_BS=DOCUMENTS)
+    (problem,) = check_documents_per_row(JobConfig(), model, CPU)
+    assert "mixes documents" in problem and "IndexError: index 12 is out of bounds" in problem
     assert not model.can_cache(CPU)
     assert len(generate(model, [[5, 6, 7], [8]], max_new_tokens=3, device=CPU)) == 2
 
