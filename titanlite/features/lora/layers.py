@@ -9,7 +9,7 @@ experts that use transformers' experts interface.
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -22,25 +22,23 @@ from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.text import list_names, split_patterns
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import LoRASection
-from titanlite.features.transformers.experts import use_titanlite_experts
+from titanlite.features.transformers.experts import add_correction, use_titanlite_experts
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize.sources import Init, Source, Uniform, Zeros
 from titanlite.models.interface import Model
 from titanlite.models.layers import Linear, OutputHead
 from titanlite.models.moe import Experts
-from titanlite.ops import grouped_gemm, local_tensor
+from titanlite.ops import local_tensor
 
 
-def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the dotted `names` that `pattern` matches completely or from the start of a segment to
-    the end.
+def _is_match(pattern: str, name: str) -> bool:
+    """Return True if `pattern` matches the dotted `name` completely or from the start of a segment
+    to the end.
 
     So `q_proj` and `self_attn.q_proj` match `model.layers.0.self_attn.q_proj`, as in PEFT's
     target_modules.
     """
-    return [
-        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-    ]
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def scaling_of(section: LoRASection) -> float:
@@ -77,11 +75,9 @@ class LoRALinear(Linear):
         like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
         self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
-        self.scaling, self.dropout, self.adapter_enabled = (
-            scaling_of(section),
-            section.dropout,
-            True,
-        )
+        self.scaling = scaling_of(section)
+        self.dropout = section.dropout
+        self.adapter_enabled = True
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
@@ -115,22 +111,14 @@ def _add_expert_adapters(
             weight.mT if getattr(experts, "is_transposed", False) else weight
         ).shape
         like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
-        setattr(
-            experts,
-            f"{prefix}lora_A",
-            nn.Parameter(torch.empty(num_experts, section.rank, in_features, **like)),
-        )
-        setattr(
-            experts,
-            f"{prefix}lora_B",
-            nn.Parameter(torch.empty(num_experts, out_features, section.rank, **like)),
-        )
+        shapes = {"lora_A": (section.rank, in_features), "lora_B": (out_features, section.rank)}
+        for matrix, shape in shapes.items():
+            values = torch.empty(num_experts, *shape, **like)
+            setattr(experts, f"{prefix}{matrix}", nn.Parameter(values))
         sources |= _adapter_sources(prefix, in_features)
-    experts.adapted, experts.scaling, experts.dropout = (
-        adapted,
-        scaling_of(section),
-        section.dropout,
-    )
+    experts.adapted = adapted
+    experts.scaling = scaling_of(section)
+    experts.dropout = section.dropout
     experts.adapter_enabled = True
     return sources
 
@@ -142,9 +130,6 @@ class LoRAExperts(Experts):
     of the first projection act before its SwiGLU.
     """
 
-    adapted: frozenset[str]
-    scaling: float
-    dropout: float
     adapter_enabled: bool
 
     def __init__(
@@ -170,14 +155,7 @@ class LoRAExperts(Experts):
 
     def project(self, name: str, x: torch.Tensor, offsets_E: torch.Tensor) -> torch.Tensor:
         y = super().project(name, x, offsets_E)
-        if name not in self.adapted or not self.adapter_enabled:
-            return y
-        prefix = name.removesuffix("proj")
-        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        for matrix in ("lora_A", "lora_B"):
-            weight = local_tensor(getattr(self, f"{prefix}{matrix}")).to(x.dtype)
-            x = grouped_gemm(x, weight.mT, offsets_E, self.grouped_gemm_backend)
-        return y + x * self.scaling
+        return add_correction(self, name, x, y, offsets_E)
 
 
 def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
@@ -239,34 +217,20 @@ def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
     """Return the layers and weights that can have an adapter, by name, as (module, weight): linear
     layers except the output head, with "" as weight, and the experts' weights.
     """
-    experts, found = adaptable_experts(model), dict[str, tuple[str, str]]()
+    found: dict[str, tuple[str, str]] = {}
     layers: set[nn.Module] = set()
+    fused: dict[str, nn.Module] = {}
     if isinstance(model, TransformersModel):
         layers = {module for layer in model.decoder_layers() for module in layer.modules()}
+        fused = model.expert_modules
     for name, module in root_of(model).named_modules():
         own = isinstance(module, Linear) and not isinstance(module, OutputHead)
         if own or (module in layers and type(module) is nn.Linear):  # no subclass
             found[name] = name, ""
-        found |= {f"{name}.{weight}": (name, weight) for weight in experts.get(name, ())}
+        elif isinstance(module, Experts) or name in fused:
+            first = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+            found |= {f"{name}.{weight}": (name, weight) for weight in (first, "down_proj")}
     return found
-
-
-def adaptable_experts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the modules of experts by name, each with the names of its weights that can have
-    adapters.
-    """
-    if isinstance(model, TransformersModel):
-        gated = {name: module.has_gate for name, module in model.expert_modules.items()}
-        return {
-            name: ("gate_up_proj" if has_gate else "up_proj", "down_proj")
-            for name, has_gate in gated.items()
-        }
-    modules = model.named_modules()
-    return {
-        name: ("gate_up_proj", "down_proj")
-        for name, module in modules
-        if isinstance(module, Experts)
-    }
 
 
 def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
@@ -278,23 +242,16 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
     chosen = set() if patterns else set(possible)
     problems = []
     for pattern in patterns:
-        whole = set(
-            match_names(pattern, {module for module, weight in possible.values() if weight})
-        )
         matched = {
-            *match_names(pattern, possible),
-            *(name for name, (module, _) in possible.items() if module in whole),
+            name
+            for name, (module, _) in possible.items()
+            if _is_match(pattern, name) or _is_match(pattern, module)
         }
         if not matched:
-            others = [
-                name
-                for name, _ in root_of(model).named_modules()
-                if fnmatchcase(name, f"*{pattern}")
-            ]
+            names = (name for name, _ in root_of(model).named_modules())
+            other = next((name for name in names if fnmatchcase(name, f"*{pattern}")), "")
             found = (
-                f"matches {others[0]}, which cannot have an adapter"
-                if others
-                else "matches no layer"
+                f"matches {other}, which cannot have an adapter" if other else "matches no layer"
             )
             layers = dict.fromkeys(name.rpartition(".")[2] for name in possible)
             problems.append(f"'{pattern}' {found}. Layers that can: {list_names(layers)}.")

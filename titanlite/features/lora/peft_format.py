@@ -11,7 +11,7 @@ the expert as the fastest index, so that B[e][o, j] is at column j * E + e.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,11 @@ from titanlite.checkpoint.hf_model import HFFormat, format_of
 from titanlite.checkpoint.pieces import Layout, Piece, in_rows, stored_rows
 from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, Item, lay_out
-from titanlite.config import AnyModelConfig, ModelConfig
+from titanlite.config import ModelConfig
+from titanlite.config.assets import base_model_of
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, LoRASection
 from titanlite.features.lora.layers import (
-    LoRALinear,
     adaptable,
     adapted_modules,
     root_of,
@@ -62,12 +62,6 @@ from titanlite.models.interface import Model, is_adapter
 
 PREFIX = "base_model.model."
 _EXPERT_ADAPTER = re.compile(r"(.*)\.(gate_up|up|down)_(lora_[AB])")
-_HUB_SNAPSHOT = re.compile(r"models--(.+?)--(.+)/snapshots/([0-9a-f]+)/?$")
-
-
-def find_rows(name: str, config: AnyModelConfig) -> Iterable[tuple[int, int]]:
-    """Return `stored_rows` of the base weight `name`; transformers' classes do not reorder rows."""
-    return stored_rows(name, config) if isinstance(config, ModelConfig) else ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +108,9 @@ def adapter_place(
     if match is None:
         module, _, leaf = name.rpartition(".")
         key = f"{PREFIX}{key_of(module)}.{leaf}.weight"
-        rows = list(find_rows(f"{module}.weight", model.config)) if leaf == "lora_B" else []
+        is_native = isinstance(model.config, ModelConfig)  # transformers does not reorder rows
+        has_rows = leaf == "lora_B" and is_native
+        rows = [*stored_rows(f"{module}.weight", model.config)] if has_rows else []
         return AdapterPlace(key, shape, tuple(range(len(shape))), rows)
     module, which, leaf = match.groups()
     inner = ".base_layer" if which != "down" and f"{module}.down_{leaf}" in names else ""
@@ -128,8 +124,10 @@ def _name_of_base(folder: str) -> tuple[str, str]:
     """Return name and revision of the model in `folder`; a local copy of a hub model has the hub's
     name and revision.
     """
-    hub = _HUB_SNAPSHOT.search(folder)
-    return (f"{hub[1]}/{hub[2]}", hub[3]) if hub else (str(Path(folder).absolute()), "")
+    base = base_model_of(folder)
+    if base is None or not base.on_hub:
+        return str(Path(folder).absolute()), ""
+    return base.name, base.revision
 
 
 def adapter_checkpoint(
@@ -245,6 +243,9 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+_CHANGED = "Was the model, lora.rank or lora.targets changed?"
+
+
 class AdapterCheckpoint:
     """A `SourceProvider` of all adapters of the model. It is strict about adapters, and ignores
     other tensors.
@@ -271,26 +272,21 @@ class AdapterCheckpoint:
             left.pop(stored.key, None)
             tensor = self._stored.tensors.get(stored.key)
             if tensor is None:
-                yield (
-                    name,
-                    InvalidClaim(
-                        f"missing, {self.name} does not have {stored.key}. "
-                        "Was lora.targets changed?"
-                    ),
-                )
+                reason = f"missing, {self.name} does not have {stored.key}."
+                yield name, InvalidClaim(f"{reason} {_CHANGED}")
             elif tensor.shape != stored.shape:
                 reason = (
                     f"{self.name} has {stored.key} with shape {tensor.shape}, the model expects "
                     f"{stored.shape}."
                 )
-                yield name, InvalidClaim(f"{reason} Was lora.rank changed?")
+                yield name, InvalidClaim(f"{reason} {_CHANGED}")
             else:
                 placed[name] = [Placed(tensor, piece) for piece in stored.pieces(info.shape)]
                 places[name] = stored
                 yield name, Read(reader, name, info.shape)
         for key in left:
             reason = f"unexpected, {self.name} has it and the model has no such adapter."
-            yield key, InvalidClaim(f"{reason} Was lora.targets changed?")
+            yield key, InvalidClaim(f"{reason} {_CHANGED}")
 
 
 class _AdapterReader:
@@ -301,6 +297,16 @@ class _AdapterReader:
         self._inner, self._places = inner, places
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
+        self._read(requests, self._inner.read)
+
+    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
+        self._read(requests, self._inner.read_quietly)
+
+    def _read(
+        self,
+        requests: Sequence[ReadRequest],
+        read: Callable[[Sequence[ReadRequest]], None],
+    ) -> None:
         inner, staged = list[ReadRequest](), list[tuple[torch.Tensor, torch.Tensor]]()
         for request in requests:
             place = self._places[request.name]
@@ -308,7 +314,7 @@ class _AdapterReader:
             values = view.contiguous()  # the destination itself if the order of dims is the same
             staged += [] if values is view else [(view, values)]
             inner.append(ReadRequest(request.name, place.stored_region(request.region), values))
-        self._inner.read(inner)
+        read(inner)
         for view, values in staged:
             view.copy_(values)
 
@@ -422,20 +428,14 @@ def _targets(model: Model) -> tuple[list[str], list[str]]:
     In models with experts peft renames the target_modules gate_proj, up_proj and down_proj. So
     linear layers with these names (dense layers, shared experts) are listed as target_parameters.
     """
-    adapted: set[str] = set()
-    for name, module in adapted_modules(model).items():
-        adapted |= (
-            {name}
-            if isinstance(module, LoRALinear)
-            else {f"{name}.{weight}" for weight in module.adapted}
-        )
+    adapted = adapted_modules(model)
     possible = adaptable(model)
     experts = {module for module, weight in possible.values() if weight}
     modules: dict[str, bool] = {}
     parameters: dict[str, bool] = {}
-    for name, (_, weight) in possible.items():
+    for name, (module, weight) in possible.items():
         if weight:
-            parameters[name] = name in adapted
+            parameters[name] = module in adapted and weight in adapted[module].adapted
         elif experts and name.rpartition(".")[2] in _FUSED_NAMES:
             parameters[f"{name}.weight"] = name in adapted
         else:

@@ -132,12 +132,25 @@ def is_plain_swiglu(module: Any) -> bool:
 
 
 def _adapted(module: Any) -> frozenset[str]:
-    """Return the weights to which `features.lora` has attached adapters."""
-    return (
-        getattr(module, "adapted", frozenset())
-        if getattr(module, "adapter_enabled", False)
-        else frozenset()
-    )
+    """Return the weights to which `features.lora` has attached adapters that are enabled."""
+    return module.adapted if getattr(module, "adapter_enabled", False) else frozenset()
+
+
+def add_correction(
+    module: Any, name: str, x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return `y` plus the product of `x` and the adapters of the experts' weight `name`, if it has
+    adapters.
+    """
+    if name not in _adapted(module):
+        return y
+    prefix = name.removesuffix("proj")
+    backend: Any = getattr(module, "grouped_gemm_backend", "auto")
+    x = F.dropout(x, module.dropout, module.training) if module.dropout else x
+    for matrix in ("lora_A", "lora_B"):
+        weight = local_tensor(getattr(module, f"{prefix}{matrix}")).to(x.dtype)
+        x = grouped_gemm(x, weight.mT, offsets, backend)
+    return y + x * module.scaling
 
 
 def _linear(
@@ -145,13 +158,7 @@ def _linear(
 ) -> torch.Tensor:
     weight = local_tensor(getattr(module, name))
     y = grouped_gemm(x, weight if module.is_transposed else weight.mT, offsets)
-    if name in _adapted(module):
-        prefix = name.removesuffix("proj")
-        a, b = (
-            local_tensor(getattr(module, f"{prefix}lora_{leaf}")).to(x.dtype).mT for leaf in "AB"
-        )
-        x = F.dropout(x, module.dropout, module.training) if module.dropout else x
-        y = y + grouped_gemm(grouped_gemm(x, a, offsets), b, offsets) * module.scaling
+    y = add_correction(module, name, x, y, offsets)
     if not module.has_bias:
         return y
     # In float32: the gradient is a sum over an expert's rows, which CUDA accumulates in this dtype.

@@ -155,7 +155,7 @@ def adapter(base, tmp_path_factory):
         ("alpha_pattern", {"q_proj": 8}, "is not plain LoRA"),
         ("use_dora", True, "is not plain LoRA"),
         ("lora_alpha", "12", "are not a positive integer and a number"),
-        ("r", 8, "shapes (4, 32) and (32, 4) (lora_B) do not fit rank 8"),
+        ("r", 8, "with shape (32, 4), the model expects (32, 8)"),
     ],
 )
 def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, value, problem):
@@ -178,8 +178,8 @@ def test_what_is_not_plain_is_refused(base, adapter, tmp_path, capsys, field, va
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
-        ("lm_head", "lm_head.base_layer.weight: is no LoRA adapter"),
-        ("embed_tokens", "embed_tokens.lora_embedding_A: is no LoRA adapter"),
+        ("lm_head", "lm_head.base_layer.weight: unexpected"),
+        ("embed_tokens", "embed_tokens.lora_embedding_A: unexpected"),
     ],
 )
 def test_adapters_of_embedding_and_head(base, tmp_path, capsys, target, problem):
