@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -27,12 +27,11 @@ from titanlite.data.tokenizer import count_ids
 from titanlite.features.generate.generate import generate, get_end_of_turn_ids, get_eos_token_ids
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
+from titanlite.features.sft.examples import Examples, build_examples
+from titanlite.features.sft.rows import open_rows
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.metrics.point import EvaluationResult, Example
 from titanlite.run import Run
-
-if TYPE_CHECKING:
-    from titanlite.features.sft.examples import Examples
 
 Scorer = Callable[[str, str], float]
 _EXAMPLES = 2
@@ -87,9 +86,6 @@ def read_evaluation_prompts(
         DataError: there are no rows, a row cannot be used, or the rows are plain text, which has no
             answers.
     """
-    from titanlite.features.sft.examples import build_examples
-    from titanlite.features.sft.rows import open_rows
-
     try:
         rows = open_rows(replace(data, path=path, split=split, pattern=""))
         settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
@@ -102,7 +98,7 @@ def read_evaluation_prompts(
         raise DataError(f"evaluation.path: {error}") from None
 
 
-def _prompts(examples: "Examples", which: Iterable[int], tokenizer: Any) -> list[EvaluationPrompt]:
+def _prompts(examples: Examples, which: Iterable[int], tokenizer: Any) -> list[EvaluationPrompt]:
     found = []
     for example in which:
         place = next(iter(examples.get_documents(example)))
@@ -122,7 +118,7 @@ def _prompts(examples: "Examples", which: Iterable[int], tokenizer: Any) -> list
     return found
 
 
-def _no_answers(what: str, examples: "Examples") -> DataError:
+def _no_answers(what: str, examples: Examples) -> DataError:
     return DataError(
         f"data: the {what} examples ({examples.form}) have no answers to compare with. "
         "Evaluate by generation on messages or prompt and completion only."
@@ -141,12 +137,15 @@ def contains(prediction: str, reference: str) -> float:
     return float(reference.strip() in prediction)
 
 
+_SCORERS: dict[str, Scorer] = {"exact_match": exact_match, "contains": contains}
+
+
 def get_scorer(name: str) -> tuple[str, Scorer]:
     """Return the name of the score and its function for `evaluation.scorer`; raises as
     `load_extension`.
     """
-    if name in ("exact_match", "contains"):
-        return name, {"exact_match": exact_match, "contains": contains}[name]
+    if name in _SCORERS:
+        return name, _SCORERS[name]
     return name.partition(":")[2], load_extension(
         "evaluation.scorer", name, ["prediction, reference"]
     )
@@ -168,11 +167,6 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._run = run
         self.name, self._scorer = get_scorer(self._section.scorer)
-        if not prompts:
-            raise DataError(
-                "evaluation: there are no prompts. Hold out more examples, or set "
-                "evaluation.enable = false."
-            )
         count = min(self._section.samples or len(prompts), len(prompts))
         # Prompts are spread over the whole set, because rows are often sorted by kind or
         # difficulty.

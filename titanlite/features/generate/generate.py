@@ -136,9 +136,10 @@ def generate(
     with forward_only(model), torch.compiler.set_stance("force_eager"):
         cached = isinstance(model, Model) and model.can_cache(device)
         if not cached:
+            is_class = isinstance(model, TransformersModel)
             logger.info(
                 "generate: %s cannot cache keys and values: every token costs a full forward",
-                name_of(model),
+                model.config.architecture if is_class else type(model).__name__,
             )
         batch = _Batch(
             model,
@@ -162,13 +163,6 @@ def generate(
 
 def _get_rope_limit(model: nn.Module) -> int | None:
     return model.config.rope_limit if isinstance(model, TransformersModel) else None
-
-
-def name_of(model: nn.Module) -> str:
-    """Return the name of the class of `model`, or of the transformers model inside it."""
-    return (
-        model.config.architecture if isinstance(model, TransformersModel) else type(model).__name__
-    )
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,20 @@ from titanlite.base.log import setup_logger
 from titanlite.base.text import Parser, command
 from titanlite.checkpoint.commit import MANIFEST_FILE, check_folder, hidden_folder
 from titanlite.checkpoint.description import describe_model
-from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE, OWN_FOLDER
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, ADAPTER_FILE
 from titanlite.checkpoint.hf_model import format_of, index_of, warn_of_sidecar, weights_of
-from titanlite.checkpoint.pieces import Piece, whole
+from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.reader import read_region
-from titanlite.checkpoint.writer import FileLayout, Item, create_files, lay_out, write_items
+from titanlite.checkpoint.writer import FileLayout, Item, create_files, write_items
 from titanlite.config.settings import spell_dtype
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.passthrough import find_carried
 from titanlite.features.record.publish import render_merge_card
-from titanlite.features.tools.models import MODEL_HELP, find_base, find_model
+from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, read_config
 from titanlite.features.transformers.checkpoint import StoredForm, saved_entries, stored_forms
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, Read, Region, TensorEntry, build_plan
-from titanlite.models.families import any_model_config_from_hf
 
 _WEIGHT_SUFFIXES = {
     ".safetensors",
@@ -50,6 +49,7 @@ _WEIGHT_SUFFIXES = {
     ".ckpt",
     ".pkl",
 }
+_ReadRegion = Callable[[Region], torch.Tensor]
 _ADAPTER_ONLY = {ADAPTER_CONFIG, "README.md"}
 _TEMPLATES = "additional_chat_templates"  # where transformers stores named chat templates
 
@@ -106,24 +106,16 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None
         )
     if (adapter / MANIFEST_FILE).exists():
         raise_problems(CheckpointError, f"export: {adapter}", check_folder(adapter))
-    folder = find_base("export", adapter, base)
-    trained = adapter / OWN_FOLDER
-    described_in = trained if (trained / "config.json").exists() else None
-    export_checkpoint(folder, out, dtype, adapter, described_in)
+    export_checkpoint(find_base("export", adapter, base), out, dtype, adapter)
 
 
 def export_checkpoint(
-    folder: Path,
-    out: Path,
-    dtype: torch.dtype,
-    adapters: Path | None = None,
-    described_in: Path | None = None,
+    folder: Path, out: Path, dtype: torch.dtype, adapters: Path | None = None
 ) -> None:
     """Write the model in `folder` to `out` with parameters in `dtype`; `out` appears when it is
     complete.
 
-    If `adapters`, a folder, is given, the adapters' corrections are added. `described_in` is the
-    folder whose config.json describes the model, if it is not `folder`.
+    If `adapters`, a folder, is given, the adapters' corrections are added.
 
     Raises:
         CheckpointError: `folder` is not a whole model, `out` exists or cannot be written, or the
@@ -143,7 +135,7 @@ def export_checkpoint(
         raise CheckpointError(
             f"export: {folder} holds adapters without their model. Add --merge, and --base DIR."
         )
-    config = any_model_config_from_hf(described_in or folder, "export")
+    config = read_config("export", folder, adapters)
     rest = describe_model(config, {}, dtype, folder)
     model = build_model(config)
     # Full-precision copies are read if there are any, so that values are rounded once.
@@ -153,24 +145,24 @@ def export_checkpoint(
     )
     entries = tuple(entry for entry in plan.entries if isinstance(entry.source, Read))
     plan = replace(plan, entries=entries)
-    if isinstance(model, TransformersModel):
-        files = _lay_out_transformers(plan, model, dtype)
-    else:
-        of_name = {entry.fqn: entry for entry in entries}
-        files = format_of(model).files(plan, dtype)
-        files = _with_read(files, lambda item: partial(_read, of_name[item.name], item.dtype))
+    of_name = {entry.fqn: entry for entry in entries}
+    reader_of = (
+        _reader_of(plan, model)
+        if isinstance(model, TransformersModel)
+        else lambda item: partial(_read, of_name[item.name], item.dtype)
+    )
+    files = _with_read(format_of(model).files(plan, dtype), reader_of)
     if (carried := find_carried([weights], config, dtype)) is not None:
         rest |= carried.describe(rest)
         files = carried.add_to(files)
     files = _with_read(files, lambda item: partial(_read_float16, item))
     if adapters is not None:  # the card in `folder` describes a different model
-        merged = read_adapter(adapters)[1]
-        name = str(dtype).removeprefix("torch.")
+        _, merged = read_adapter(adapters)
         card = render_merge_card(
             folder,
             adapters,
             family=config.family,
-            dtype=name,
+            dtype=str(dtype).removeprefix("torch."),
             rank=merged.rank,
             scaling=merged.scaling,
         )
@@ -191,12 +183,12 @@ def export_checkpoint(
     warn_of_sidecar(config, files)
 
 
-def _lay_out_transformers(
-    plan: Plan, model: TransformersModel, dtype: torch.dtype
-) -> list[FileLayout]:
-    """Lay out the files with the keys and layouts of the checkpoint."""
+def _reader_of(plan: Plan, model: TransformersModel) -> Callable[[Item], _ReadRegion]:
+    """Return a function from a stored tensor to the function that reads its regions."""
     entries = saved_entries(plan.entries, model)
     forms, rename = stored_forms(entries, model)
+    form_of = {form.key: form for form in forms}
+    groups = {form.group.first: form.group for form in forms}
     lock = Lock()
 
     # The tensors of a conversion are consecutive, and each is read in parts.
@@ -213,18 +205,13 @@ def _lay_out_transformers(
         with lock:
             return convert(form.group.first)[form.key][region.slices].to(dtype)
 
-    groups = {form.group.first: form.group for form in forms}
-    items = []
-    for form in forms:
-        stored = form.entry.saved_dtype(dtype)
-        piece = Piece(form.key, form.shape, form.region or whole(form.key, form.shape).region)
-        read = (
-            partial(read_converted, form, stored)
-            if form.region is None
-            else partial(_read, form.entry, stored)
-        )
-        items.append(Item(piece, stored, torch.empty(0), piece.region, is_owner=True, read=read))
-    return lay_out(items, "model")
+    def find(item: Item) -> _ReadRegion:
+        form = form_of[item.key]
+        if form.region is None:
+            return partial(read_converted, form, item.dtype)
+        return partial(_read, form.entry, item.dtype)
+
+    return find
 
 
 def _read(entry: TensorEntry, dtype: torch.dtype, region: Region) -> torch.Tensor:
@@ -233,7 +220,7 @@ def _read(entry: TensorEntry, dtype: torch.dtype, region: Region) -> torch.Tenso
 
 
 def _with_read(
-    files: Iterable[FileLayout], read_of: Callable[[Item], Callable[[Region], torch.Tensor] | None]
+    files: Iterable[FileLayout], read_of: Callable[[Item], _ReadRegion]
 ) -> list[FileLayout]:
     """Return the `files` with a new `read` for each item."""
     return [

@@ -24,7 +24,7 @@ from titanlite.base.errors import ConfigError, DataError, TitanliteError, raise_
 from titanlite.base.files import read_regular
 from titanlite.base.process import keep_freed_memory, read_variable
 from titanlite.base.text import Parser, command, format_count, parse_object
-from titanlite.checkpoint.folder import ADAPTER_CONFIG, OWN_FOLDER, read_json
+from titanlite.checkpoint.folder import ADAPTER_CONFIG, read_json
 from titanlite.config import AnyModelConfig
 from titanlite.config.assets import local_folder
 from titanlite.config.settings import spell_dtype
@@ -37,9 +37,14 @@ from titanlite.features.generate.generate import (
     get_eos_token_ids,
 )
 from titanlite.features.sft.readers import RowError, read_rows
-from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, load_model
+from titanlite.features.tools.models import (
+    MODEL_HELP,
+    find_base,
+    find_model,
+    load_model,
+    read_config,
+)
 from titanlite.launch.process_group import end_distributed, init_distributed
-from titanlite.models.families import any_model_config_from_hf
 from titanlite.ops.attention import leave_out_cudnn
 from titanlite.ops.matmul import keep_float32
 
@@ -177,13 +182,10 @@ def _run(options: argparse.Namespace) -> None:
     def prepare() -> _Request:
         nonlocal tokenizer
         folder = find_model("generate", options.model)
-        base = (
-            find_base("generate", folder, options.base)
-            if (folder / ADAPTER_CONFIG).exists()
-            else folder
-        )
+        adapters = folder if (folder / ADAPTER_CONFIG).exists() else None
+        base = find_base("generate", folder, options.base) if adapters else folder
         tokenizer = _load_tokenizer(*([options.tokenizer] if options.tokenizer else [folder, base]))
-        return _prepare(options, folder, base, tokenizer, device)
+        return _prepare(options, base, adapters, tokenizer, device)
 
     request = on_first_rank(prepare)
     where = (request.folder, request.config, request.dtype, device)
@@ -222,15 +224,16 @@ def _load_tokenizer(*places: Path) -> Any:
 
 
 def _prepare(
-    options: argparse.Namespace, folder: Path, base: Path, tokenizer: Any, device: torch.device
+    options: argparse.Namespace,
+    base: Path,
+    adapters: Path | None,
+    tokenizer: Any,
+    device: torch.device,
 ) -> _Request:
-    own = folder / OWN_FOLDER  # with adapters, a native model's description is there
-    described = own if folder != base and (own / "config.json").exists() else base
-    config = any_model_config_from_hf(described, "generate")
-    prompts = [
-        *options.prompt,
-        *([] if options.prompts_file is None else _read_prompts(options.prompts_file)),
-    ]
+    config = read_config("generate", base, adapters)
+    prompts = list(options.prompt)
+    if options.prompts_file is not None:
+        prompts += _read_prompts(options.prompts_file)
     if not prompts:
         raise ConfigError(
             "generate: there is no prompt. Give --prompt TEXT or --prompts-file FILE."
@@ -268,7 +271,6 @@ def _prepare(
         *get_eos_token_ids(tokenizer, base),
         *(get_end_of_turn_ids(tokenizer) if is_chat else ()),
     }
-    adapters = folder if folder != base else None
     return _Request(
         base, adapters, config, dtype, is_chat, shown, ids, sorted(ends), count_ids(tokenizer)
     )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.assemble import build_model
+from titanlite.base.agree import get_rank_and_size
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.text import (
     Parser,
@@ -55,7 +56,7 @@ from titanlite.distributed.parallelize import parallelize
 from titanlite.features.lora.merge import MergedSource
 from titanlite.features.lora.peft_format import read_adapter
 from titanlite.materialize import SourceProvider, materialize
-from titanlite.models.families import part_sizes
+from titanlite.models.families import any_model_config_from_hf, part_sizes
 from titanlite.models.interface import Model
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -130,6 +131,14 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     return folder
 
 
+def read_config(command: str, base: Path, adapters: Path | None) -> AnyModelConfig:
+    """Return the configuration of the model in `base`. A run's `adapters` of a native model have
+    the one that they were trained with, which may differ in overrides.
+    """
+    own = base if adapters is None else adapters / OWN_FOLDER
+    return any_model_config_from_hf(own if (own / "config.json").exists() else base, command)
+
+
 def load_model(
     folder: Path,
     config: AnyModelConfig,
@@ -152,7 +161,7 @@ def load_model(
 
     Collectives of `materialize`; every rank must call.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    _, world_size = get_rank_and_size()
     # Sequences of any length are padded to a multiple of tp.
     training = TrainingSection(dtype=dtype, mixed_precision_param=dtype, seq_len=tp)  # type: ignore[arg-type]
     parallelism = ParallelismSection(tensor_parallel_degree=tp, expert_parallel_degree=ep)

@@ -112,6 +112,7 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
             yield ShownDocument(place + beginning, side, ids, trained, len(ids))
 
 
+@dataclass(frozen=True)
 class Painter:
     """Decoder of tokens that highlights consecutive trained ones.
 
@@ -119,10 +120,9 @@ class Painter:
     are shortened to their first and last tokens, `max_tokens` in total.
     """
 
-    def __init__(self, tokenizer: Any, *, color: bool, max_tokens: int) -> None:
-        self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
-        self.marks = _COLOR if color else _PLAIN
+    tokenizer: Any
+    color: bool
+    max_tokens: int
 
     def __call__(self, ids: list[int], trained: list[bool]) -> str:
         num_hidden = len(ids) - self.max_tokens if self.max_tokens else 0
@@ -138,11 +138,11 @@ class Painter:
     def _paint(self, ids: list[int], trained: list[bool]) -> str:
         if not ids:
             return ""
+        opening, closing = _COLOR if self.color else _PLAIN
         cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
         text = ""
         for start, stop in pairwise(cuts):
             part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
-            opening, closing = self.marks
             text += f"{opening}{part}{closing}" if trained[start] else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
