@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -99,18 +99,16 @@ def on_first_rank(function: Callable[[], _T], group: dist.ProcessGroup | None = 
     """
     if not dist.is_initialized():
         return function()
-    outcome: list[tuple[_T | None, TitanliteError | None]] = [(None, None)]
+    outcome: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            outcome[0] = (function(), None)
+            outcome = [function()]
         except TitanliteError as error:
-            outcome[0] = (None, error)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(outcome, group=group, group_src=0)
-    result, failure = outcome[0]
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[return-value]
+            outcome = [error]
+    dist.broadcast_object_list(outcome, group=group, group_src=0)
+    if isinstance(outcome[0], TitanliteError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def get_rank() -> int:

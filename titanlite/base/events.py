@@ -35,9 +35,5 @@ def record_event(kind: str, text: str, step: int) -> None:
     try:
         file.append((json.dumps(event) + "\n").encode("ascii"))
     except OSError as error:
-        logger.warning(
-            "metrics: cannot write %s: %s. The event was: %s",
-            file.path,
-            error.strerror or error,
-            text,
-        )
+        why = error.strerror or error
+        logger.warning(f"metrics: cannot write {file.path}: {why}. The event was: {text}")

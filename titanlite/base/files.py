@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import IO, Any, ClassVar
 from titanlite.base.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.base.text import describe_error
 
-_MOST_BYTES = 16 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_READ_BYTES = 256 << 20  # the largest tokenizer.json of a public model has 34 MB
 
@@ -91,33 +89,22 @@ class AppendedFile:
     waits for the next record.
 
     The file is opened for each record, so that a killed process loses no record; its folder is
-    created if it is missing. At most 16 MiB wait; beyond that, the oldest records are dropped.
+    created if it is missing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting: deque[bytes] = deque()
+        self._waiting = b""
 
     def append(self, record: bytes = b"") -> None:
         """Write the waiting records and then `record`, in one piece. Raises OSError: they cannot be
         written, and wait.
         """
-        if record:
-            self._waiting.append(record)
-        try:
-            self._write(b"".join(self._waiting))
-        except OSError:
-            num_bytes = sum(map(len, self._waiting))
-            while num_bytes > _MOST_BYTES:
-                num_bytes -= len(self._waiting.popleft())
-            raise
-        self._waiting.clear()
-
-    def _write(self, data: bytes) -> None:
+        self._waiting += record
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            rest = memoryview(data)
+            rest = memoryview(self._waiting)
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -125,6 +112,7 @@ class AppendedFile:
                 with suppress(OSError):
                     os.ftruncate(file.fileno(), size)
                 raise
+        self._waiting = b""
 
 
 @contextmanager

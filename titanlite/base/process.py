@@ -156,11 +156,6 @@ def open_console(*, lossy: bool) -> None:
     """Replace standard output and error by a `Console`, until this process ends; call once,
     early.
     """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # The descriptor is closed. This call gets its number, so that no later file receives
-            # printed text.
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
     sys.stdout, sys.stderr = Console(sys.stdout, lossy=lossy), Console(sys.stderr, lossy=True)  # type: ignore[assignment]
 
 

@@ -49,8 +49,10 @@ def format_memory(nbytes: float) -> str:
 
 
 def _scale(number: float, *units: tuple[str, float]) -> str:
-    unit, scale = next(((unit, scale) for unit, scale in units if abs(number) >= scale), ("B", 1))
-    return f"{number:.0f} B" if scale == 1 else f"{number / scale:.2f} {unit}"
+    for unit, scale in units:
+        if abs(number) >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return f"{number:.0f} B"
 
 
 def list_names(names: Iterable[object], between: str = ", ", most: int = _MOST_NAMES) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from files import at_most
 
-from titanlite.base import files as run_files
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.files import (
     AppendedFile,
@@ -126,18 +125,6 @@ def test_records_wait_in_order_and_none_is_torn(tmp_path, full_disk):
     full_disk(None)
     file.append()
     assert file.path.read_bytes() == b"one\ntwo\nthree\n"
-
-
-def test_what_waits_is_bounded_and_the_oldest_goes(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(run_files, "_MOST_BYTES", 8)
-    file = AppendedFile(tmp_path / "file")
-    full_disk(0)
-    for record in (b"1111", b"2222", b"3333"):
-        with pytest.raises(OSError, match="File too large"):
-            file.append(record)
-    full_disk(None)
-    file.append(b"4")
-    assert file.path.read_bytes() == b"222233334"
 
 
 def test_a_file_that_cannot_be_replaced_stays(tmp_path, full_disk):
