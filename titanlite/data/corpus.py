@@ -23,7 +23,7 @@ from typing import TypeVar
 from filelock import FileLock
 
 from titanlite.base.errors import DataError
-from titanlite.base.files import check_regular, open_regular, read_regular, write_atomic
+from titanlite.base.files import check_regular, open_regular, read_regular, replace_file
 from titanlite.base.process import get_cache_home
 from titanlite.base.text import list_names
 from titanlite.config.assets import suggest_path
@@ -294,7 +294,7 @@ def load_or_build(
     """Return `load()`, after `build()` if there was nothing valid to load.
 
     `load` returns None if the file is missing or damaged; it may run while another process builds.
-    `build` runs under a lock and must end with `write_atomic`. The second result is the time in
+    `build` runs under a lock and must replace the file atomically. The second result is the time in
     seconds spent on building, or on waiting for another process to build.
 
     Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is
@@ -362,9 +362,6 @@ def read_once(folder: Path, what: str, files: Sequence[Path], compute: Callable[
             return None
 
     def build() -> None:
-        content = json.dumps(compute()).encode()
-        with write_atomic(path) as file:
-            file.write(content)
+        replace_file(path, json.dumps(compute()))
 
-    value, _ = load_or_build(path, load, build)
-    return value
+    return load_or_build(path, load, build)[0]

@@ -227,13 +227,11 @@ class PackedDataset(ShuffledSequences):
         self, tokenized: TokenizedCorpus, seq_len: int, validation_share: float | None = None
     ) -> None:
         num_tokens = len(tokenized.tokens)
-        num_sequences = self.count_sequences(tokenized, seq_len)
-        num_needed = 1 if validation_share == 0 else 2
-        if num_sequences < num_needed:
+        num_sequences = max(0, num_tokens - 1) // seq_len  # the last label needs one more token
+        holds_out = validation_share != 0
+        if num_sequences < 1 + holds_out:
             needed = (
-                "2 are needed, one to train on and one held out"
-                if num_needed == 2
-                else "1 is needed"
+                "2 are needed, one to train on and one held out" if holds_out else "1 is needed"
             )
             raise DataError(
                 f"data: {num_tokens} tokens give {num_sequences} sequence(s) of training.seq_len "
@@ -246,10 +244,6 @@ class PackedDataset(ShuffledSequences):
         self.num_validation_sequences = get_num_held_out(num_sequences, validation_share)
         self.num_train_sequences = num_sequences - self.num_validation_sequences
 
-    def count_sequences(self, tokenized: TokenizedCorpus, seq_len: int) -> int:
-        """Count the sequences: the last label needs one more token."""
-        return max(0, len(tokenized.tokens) - 1) // seq_len
-
     @property
     def vocab_size(self) -> int:
         return self.tokenized.vocab_size
@@ -258,30 +252,18 @@ class PackedDataset(ShuffledSequences):
     def fingerprint(self) -> str:
         """Description by tokens, documents, a checksum and the length of a sequence."""
         tokens = self.tokenized.tokens
-        checksum = zlib.crc32(np.ascontiguousarray(tokens[:_CHECKED_TOKENS]).tobytes())
+        checksum = zlib.crc32(tokens[:_CHECKED_TOKENS].tobytes())
+        held_out = f", {self.num_validation_sequences} held out"
         return (
             f"{len(tokens)} tokens in {self.tokenized.num_documents} documents (checksum "
             f"{checksum:08x}), sequences of {self.seq_len}"
-            + (
-                ""
-                if self.validation_share is None
-                else f", {self.num_validation_sequences} held out"
-            )
+            f"{'' if self.validation_share is None else held_out}"
         )
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Return the sequences `indices`, see `TrainDataset.batch`. Raises IndexError: an index is
-        below 0, or not below `num_sequences`.
-        """
-        starts_B = np.asarray(indices, dtype=np.int64)
-        if starts_B.size == 0 or starts_B.min() < 0 or starts_B.max() >= self.num_sequences:
-            raise IndexError(
-                f"sequence indices {list(indices)} are not all in [0, {self.num_sequences})"
-            )
         seq_len = self.seq_len
-        rows = [
-            self.tokenized.tokens[i * seq_len : (i + 1) * seq_len + 1] for i in starts_B.tolist()
-        ]
+        starts = (int(index) * seq_len for index in indices)
+        rows = [self.tokenized.tokens[start : start + seq_len + 1] for start in starts]
         rows_BL1 = np.stack(rows).astype(np.int64)
         tokens_BL = rows_BL1[:, :-1]
         is_end_BL = tokens_BL == self.tokenized.eos_token_id

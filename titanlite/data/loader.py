@@ -14,9 +14,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.base.agree import get_rank
 from titanlite.base.errors import DataError
-from titanlite.base.log import logger
+from titanlite.base.log import logger, warn_once
 from titanlite.base.text import format_count
 from titanlite.config.data import DataSection
 from titanlite.config.parallelism import resolve_global_batch_size
@@ -113,13 +112,10 @@ class TrainLoader:
         return self.dataset.get_taken(self.seed, self.samples_before(step))
 
     def samples_before(self, step: int) -> int:
-        """Count the samples of the data order that the steps before `step` trained on or skipped.
-
-        Raises ValueError: the run was resumed after `step`.
+        """Count the samples of the data order that the steps before `step` trained on or skipped;
+        the run was not resumed after `step`.
         """
         first, samples = self._start
-        if step < first:
-            raise ValueError(f"step {step} is before step {first}, from which this run resumes")
         return samples + (step - first) * self.global_batch_size
 
     def micro_batches(self, step: int) -> list[Batch]:
@@ -212,7 +208,7 @@ def build_loader(
         dp_degree=dp_degree,
     )
     if loader.mixture:
-        logger.info("data: %s", loader.mixture)
+        logger.info(f"data: {loader.mixture}")
     return loader
 
 
@@ -251,7 +247,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
     ):
         # Pretrained weights are useless with another tokenizer's ids.
         data = replace(data, tokenizer_path=str(assets))
-        logger.info("data: using the tokenizer in %s", assets)
+        logger.info(f"data: using the tokenizer in {assets}")
     return data
 
 
@@ -266,17 +262,12 @@ def build_packed(
     tokenized = build_tokens(data, corpus, tokenizer)
     dataset = PackedDataset(tokenized, seq_len, data.validation_share)
     logger.info(
-        "%s: %d tokens, vocabulary %d, in %s; sequences of %d tokens: %d to train on, %d held out",
-        where,
-        len(tokenized.tokens),
-        tokenized.vocab_size,
-        tokenized.describe(),
-        dataset.seq_len,
-        dataset.num_train_sequences,
-        dataset.num_validation_sequences,
+        f"{where}: {len(tokenized.tokens)} tokens, vocabulary {tokenized.vocab_size}, in "
+        f"{tokenized.describe()}; sequences of {seq_len} tokens: {dataset.num_train_sequences} to "
+        f"train on, {dataset.num_validation_sequences} held out"
     )
-    if get_rank() == 0 and (warning := tokenized.get_warning()):
-        logger.warning("%s: %s", where, warning)
+    if warning := tokenized.get_warning():
+        warn_once(f"{where}: {warning}")
     return tokenizer, dataset
 
 
@@ -299,20 +290,17 @@ def resolve_steps(job: JobConfig, loader: TrainLoader, before: Any = None) -> Jo
             training, steps=done + math.ceil((training.epochs * sequences - seen) / batch)
         )
     seen += (training.steps - done) * batch
+    epochs = "" if sequences is None else f", {seen / sequences:.3g} epochs"
     logger.info(
-        "training: %s of %s, %s tokens with padding%s",
-        format_count(training.steps, "step"),
-        format_count(batch, "sequence"),
-        f"{seen * training.seq_len:,}",
-        "" if sequences is None else f", {seen / sequences:.3g} epochs",
+        f"training: {format_count(training.steps, 'step')} of {format_count(batch, 'sequence')}, "
+        f"{seen * training.seq_len:,} tokens with padding{epochs}"
     )
-    if job.lr_scheduler.warmup_steps >= training.steps > 0 and get_rank() == 0:
-        logger.warning(
-            "training: lr_scheduler.warmup_steps = %d, and the run has %d steps: the learning "
-            "rate never reaches optimizer.lr before the last one. Lower it, or set it to -1 for "
-            "3%% of the steps.",
-            job.lr_scheduler.warmup_steps,
-            training.steps,
+    warmup_steps = job.lr_scheduler.warmup_steps
+    if warmup_steps >= training.steps > 0:
+        warn_once(
+            f"training: lr_scheduler.warmup_steps = {warmup_steps}, and the run has "
+            f"{training.steps} steps: the learning rate never reaches optimizer.lr before the last "
+            "one. Lower it, or set it to -1 for 3% of the steps."
         )
     return replace(job, training=training)
 

@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, cast
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from titanlite.base.agree import get_rank
 from titanlite.base.errors import ConfigError, DataError
-from titanlite.base.files import read_json, render, write_atomic
+from titanlite.base.files import read_json, render, replace_file
 from titanlite.base.hf_objects import load_from_folder, load_tokenizer_file
-from titanlite.base.log import logger
+from titanlite.base.log import logger, warn_once
 from titanlite.base.text import describe_error
 from titanlite.config import AnyModelConfig, JobConfig, ModelConfig
 from titanlite.config.assets import weights_key
@@ -137,9 +136,12 @@ def get_bpe_form(model_type: str) -> Tokenizer:
     cls = tokenizer_class_from_name(
         TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast"
     )
-    if cls is None or not issubclass(cls, PreTrainedTokenizerFast) or "__init__" not in vars(cls):
-        return form
-    if getattr(cls, "model", None) is not models.BPE:
+    if (
+        cls is None
+        or not issubclass(cls, PreTrainedTokenizerFast)
+        or "__init__" not in vars(cls)
+        or getattr(cls, "model", None) is not models.BPE
+    ):
         return form
     theirs = cls().backend_tokenizer
     if isinstance(theirs.decoder, decoders.ByteLevel):
@@ -204,18 +206,14 @@ def build_tokenizer(
     path = get_cache_folder(data) / "tokenizers" / name
 
     def build() -> None:
-        serialized = train_bpe(corpus, data.bpe_vocab_size, form).to_str()
-        with write_atomic(path) as file:
-            file.write(serialized.encode("utf-8"))
+        replace_file(path, train_bpe(corpus, data.bpe_vocab_size, form).to_str())
 
     tokenizer, elapsed_s = load_or_build(path, lambda: _load_cached(path), build)
-    num_tokens = tokenizer.get_vocab_size()
     if elapsed_s:
+        megabytes = min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6
         logger.info(
-            "data: trained a byte-level BPE tokenizer, %d tokens, on %.1f MB in %.1f s",
-            num_tokens,
-            min(corpus.num_bytes, _MAX_TRAINING_BYTES) / 1e6,
-            elapsed_s,
+            f"data: trained a byte-level BPE tokenizer, {tokenizer.get_vocab_size()} tokens, on "
+            f"{megabytes:.1f} MB in {elapsed_s:.1f} s"
         )
     # imported here for the reason given in get_bpe_form
     from transformers import PreTrainedTokenizerFast
@@ -250,13 +248,14 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
     """
     path = Path(path).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
+    has_config = path.is_dir() and (path / "tokenizer_config.json").is_file()
     if not file.exists() or file.is_dir():
         raise DataError(
             f"data: tokenizer_path {path}: {file} does not exist. Set data.tokenizer_path to a "
             "folder with tokenizer.json, or empty it to train a byte-level BPE."
         )
     try:
-        if path.is_dir() and (path / "tokenizer_config.json").is_file():
+        if has_config:
             tokenizer = load_from_folder("AutoTokenizer", path)
         else:
             tokenizer = load_tokenizer_file(file)
@@ -271,7 +270,7 @@ def load_tokenizer(path: str | Path) -> "PreTrainedTokenizerFast":
             f"data: tokenizer_path {path}: {type(tokenizer).__name__} does not use tokenizer.json. "
             "Convert it with transformers and save it again."
         )
-    if path.is_dir() and (path / "tokenizer_config.json").is_file():
+    if has_config:
         tokenizer = _take_as_it_is(tokenizer, path)
     if tokenizer.eos_token_id is None:
         vocabulary = tokenizer.get_vocab()
@@ -296,11 +295,9 @@ def _take_as_it_is(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> "PreTr
     if plain(_PROBE)["input_ids"] == tokenizer(_PROBE)["input_ids"]:
         return tokenizer
     logger.warning(
-        "data: %s: transformers' AutoTokenizer builds %s, which tokenizes text differently from "
-        "tokenizer.json. Training uses tokenizer.json; elsewhere, load it with "
-        "PreTrainedTokenizerFast.from_pretrained.",
-        folder,
-        type(tokenizer).__name__,
+        f"data: {folder}: transformers' AutoTokenizer builds {type(tokenizer).__name__}, which "
+        "tokenizes text differently from tokenizer.json. Training uses tokenizer.json; elsewhere, "
+        "load it with PreTrainedTokenizerFast.from_pretrained."
     )
     return plain
 
@@ -346,13 +343,9 @@ def follow_tokenizer(
             f"be split by tensor_parallel_degree = {tp}. Set model.overrides.vocab_size = "
             f"{-(-wanted // tp) * tp}."
         )
-    if get_rank() == 0:
-        logger.info(
-            "model: vocab_size is %d, as the tokenizer has, instead of %s's %d",
-            wanted,
-            model.flavor,
-            rows,
-        )
+    logger.info(
+        f"model: vocab_size is {wanted}, as the tokenizer has, instead of {model.flavor}'s {rows}"
+    )
     return replace(job, model=replace(model, overrides=replace(model.overrides, vocab_size=wanted)))
 
 
@@ -382,21 +375,15 @@ def check_vocabulary(
         )
         if vocab_size > rows:
             return [text]
-        if get_rank() == 0:
-            logger.warning(
-                "%s The data has none of the tokens from %d on, so the run starts; but the saved "
-                "model would fail on such a token.",
-                text,
-                rows,
-            )
-    if 2 * wanted < rows and get_rank() == 0:
-        logger.warning(
-            "data: the tokenizer has %d tokens, the embedding %d rows, of which most will never "
-            "be trained. Set data.tokenizer_path to the model's own tokenizer, or "
-            "model.overrides.vocab_size = %d.",
-            wanted,
-            rows,
-            wanted,
+        warn_once(
+            f"{text} The data has none of the tokens from {rows} on, so the run starts; but the "
+            "saved model would fail on such a token."
+        )
+    if 2 * wanted < rows:
+        warn_once(
+            f"data: the tokenizer has {wanted} tokens, the embedding {rows} rows, of which most "
+            "will never be trained. Set data.tokenizer_path to the model's own tokenizer, or "
+            f"model.overrides.vocab_size = {wanted}."
         )
     return []
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from titanlite.base.files import write_atomic
+from titanlite.base.files import replace_file, write_atomic
 from titanlite.base.log import logger
 from titanlite.base.text import format_count, list_names
 from titanlite.config.data import DataSection
@@ -110,7 +110,8 @@ def build_tokens(
         build=lambda: _write(path, corpus, tokenizer, dtype),
     )
     if elapsed_s:
-        logger.info("data: tokenized %.1f MB in %.1f s", corpus.num_bytes / 1e6, elapsed_s)
+        megabytes = corpus.num_bytes / 1e6
+        logger.info(f"data: tokenized {megabytes:.1f} MB in {elapsed_s:.1f} s")
     return TokenizedCorpus(tokens, eos_token_id, vocab_size, **counts)
 
 
@@ -182,11 +183,14 @@ def _write(path: Path, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast", dty
                 num_tokens += len(ids)
                 num_documents += bool(piece.after)
                 spelled.update(special.findall(piece.text))
-    header = {"num_tokens": num_tokens, "num_documents": num_documents}
-    header |= {"separators": separators, "spelled": spelled}
+    header = {
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
+        "separators": separators,
+        "spelled": spelled,
+    }
     # The header is written last: it makes the tokens valid.
-    with write_atomic(path.with_suffix(".json")) as file:
-        file.write(json.dumps(header).encode())
+    replace_file(path.with_suffix(".json"), json.dumps(header))
 
 
 def _load(path: Path, dtype: str, eos_token_id: int) -> tuple[np.ndarray, dict[str, Any]] | None:

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titanlite.base.errors import DataError
+from titanlite.base.files import replace_file
 from titanlite.base.log import logger
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
-from titanlite.data.corpus import get_cache_folder, write_atomic
+from titanlite.data.corpus import get_cache_folder
 from titanlite.data.dataset import permute_places
 from titanlite.data.loader import resolve_tokenizer_path
 from titanlite.data.tokenizer import count_ids
@@ -142,14 +143,12 @@ class StreamDataset(ExampleSequences):
         return count / next(total for _, total in self._ends if total)
 
     def get_train_indices(self, seed: int, start: int, stop: int) -> np.ndarray:
-        """Return training samples [start, stop) in the order of the stream."""
-        if seed != self.seed:
-            raise ValueError(f"the stream is shuffled with seed {self.seed}, not {seed}")
+        """Return training samples [start, stop) in the order of the stream, which `self.seed`
+        shuffles.
+        """
         return self.num_validation_sequences + np.arange(start, stop, dtype=np.int64)
 
     def get_validation_indices(self, start: int, stop: int) -> np.ndarray:
-        if not self.num_validation_sequences:
-            raise DataError("data: streaming holds no rows out. Set data.validation_path.")
         return np.arange(start, stop, dtype=np.int64) % self.num_validation_sequences
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
@@ -199,8 +198,7 @@ class StreamDataset(ExampleSequences):
             )
         try:
             self._ends_file.parent.mkdir(parents=True, exist_ok=True)
-            with write_atomic(self._ends_file) as file:
-                file.write(json.dumps(self._ends).encode())
+            replace_file(self._ends_file, json.dumps(self._ends))
         except OSError as error:
             raise DataError(
                 f"data: cannot write {self._ends_file}: {error}. Set data.cache_folder to a "
