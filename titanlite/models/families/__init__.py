@@ -187,14 +187,11 @@ def _preset(section: ModelSection) -> ModelConfig:
     family = families().get(name)
     if family is None:
         raise ConfigError(f"model.name: unknown family '{name}'{_nearest(name, families())}")
-    relatives = [
-        family,
-        *(other for key, other in families().items() if key.startswith(f"{name}_")),
-    ]
     # torchtitan's qwen3 includes the sizes of qwen3_moe
-    for presets in (each.presets for each in relatives):
-        if flavor in presets:
-            return presets[flavor]
+    relatives = [each for key, each in families().items() if key.startswith(f"{name}_")]
+    for each in (family, *relatives):
+        if flavor in each.presets:
+            return each.presets[flavor]
     # "8B" selects "3.1-8B"
     parts = [preset for full, preset in family.presets.items() if flavor in full.split("-")]
     if len(parts) != 1:

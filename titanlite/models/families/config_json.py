@@ -19,10 +19,10 @@ from titanlite.models.families.keys import (
     describe_unreadable,
     find_absurd,
     find_quantization,
+    show,
 )
 from titanlite.models.families.rope import PARTIAL
 
-_SHOWN_CHARS = 80
 _THETA = "rope_theta"
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = (
@@ -184,9 +184,7 @@ def read_config(hf: Mapping[str, Any], where: str) -> Any:
     try:
         return build(hf)
     except Exception as error:  # noqa: BLE001 - transformers refuses values with all kinds of them
-        named = ", ".join(
-            f"{key} = {format_json(hf[key])}" for key in find_refused(build, hf, error)
-        )
+        named = ", ".join(f"{key} = {show(hf[key])}" for key in find_refused(build, hf, error))
         text = f"{named}: {format_refusal(error)}" if named else format_refusal(error)
         raise ConfigError(f"{where}: transformers refuses it: {text}. Correct it there.") from None
 
@@ -219,12 +217,6 @@ def format_refusal(error: Exception) -> str:
     text = re.sub(r"<class '(\w+)'>", r"\1", text).rstrip(".")
     strict = re.fullmatch(r"(?:Class v|V)alidation error for \w+ '\w+': (.*)", text)
     return cut(strict[1] if strict else f"{type(error).__name__}: {text}")
-
-
-def format_json(value: Any) -> str:
-    """Return `value` as JSON, cut to a line."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 def save_config(config: Any, folder: Path) -> None:

@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.model import ModelConfig, RopeScaling
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, MOE_KEYS, Family, preset
+from titanlite.models.families.family import (
+    COMMON_KEYS,
+    DEBUG_EXPERTS,
+    MOE_KEYS,
+    Family,
+    preset,
+    without,
+)
 
 # Routers choose groups first, by the sum of the best two scores in each, even if there is only one
 # group.
@@ -293,11 +300,7 @@ SOLAR_OPEN = replace(
     GLM4_MOE,
     name="solar_open",
     architecture="SolarOpenForCausalLM",
-    keys={
-        ours: theirs
-        for ours, theirs in GLM4_MOE.keys.items()
-        if ours not in ("qk_norm", "num_dense_layers", "intermediate_size")
-    },
+    keys=without(GLM4_MOE.keys, "qk_norm", "num_dense_layers", "intermediate_size"),
     fixed={**GLM4_MOE.fixed, "qk_norm": False, "num_dense_layers": 0},
     # Serving engines read it; transformers' class has no dense layers.
     required={"first_k_dense_replace": (0,)},

@@ -48,6 +48,13 @@ MOE_KEYS: Mapping[str, str] = {
     "moe_intermediate_size": "moe_intermediate_size",
     "norm_topk_prob": "norm_topk_prob",
 }
+
+
+def without(keys: Mapping[str, str], *names: str) -> dict[str, str]:
+    """Return `keys` without the ModelConfig fields `names`."""
+    return {ours: theirs for ours, theirs in keys.items() if ours not in names}
+
+
 # Sizes of every family's `debug` flavor, for tests and first experiments: under a million
 # parameters.
 DEBUG_SIZES: Mapping[str, Any] = {
@@ -65,8 +72,7 @@ _KINDS: Mapping[str, Any] = {item.name: item.type for item in fields(ModelConfig
     "pad_token_id": int
 }
 TEXT_CONFIG = "text_config"  # key of the text model's part in a larger model's config.json
-# ModelConfig fields that may be null in config.json; all but the last one are then 0.
-_OPTIONAL = ("q_lora_rank", "sliding_window", "pad_token_id")
+_NULL_IS_ZERO = ("q_lora_rank", "sliding_window")  # ModelConfig fields, if null in config.json
 # Attributes of transformers' configuration for which the decoder supports only these values.
 UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -156,7 +162,10 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "rope_theta": (_LEAST, 1e15),
     "routed_scaling_factor": (-1e6, 1e6),
 }
-_MOE_BOUNDS = {"top_k": _SIZE, "moe_intermediate_size": _SIZE}
+_MOE_BOUNDS = {
+    **dict.fromkeys(("top_k", "moe_intermediate_size"), _SIZE),
+    **dict.fromkeys(("num_expert_groups", "num_limited_groups"), _SIZE),
+}
 _DELTA_BOUNDS = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
@@ -226,23 +235,20 @@ def check_model_config(config: ModelConfig) -> list[str]:
         problems += check_rope_scaling(config.rope_scaling, config.rope_theta)
     if config.num_experts > 0:
         groups = config.num_expert_groups
-        if config.top_k > config.num_experts:
-            problems.append(
-                f"top_k ({config.top_k}) is more than num_experts ({config.num_experts})."
-            )
-        elif groups < 1 or config.num_experts % groups:
+        available = config.num_experts // groups * config.num_limited_groups
+        if config.num_experts % groups:
             problems.append(
                 f"num_experts ({config.num_experts}) is not a multiple of num_expert_groups "
                 f"({groups})."
             )
-        elif not 1 <= config.num_limited_groups <= groups:
+        elif config.num_limited_groups > groups:
             problems.append(
                 f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}."
             )
-        elif config.top_k > config.num_experts // groups * config.num_limited_groups:
+        elif config.top_k > available:
             problems.append(
-                f"top_k ({config.top_k}) is more than the experts in {config.num_limited_groups} "
-                f"of {groups} groups ({config.num_experts // groups * config.num_limited_groups})."
+                f"top_k ({config.top_k}) is more than the {available} experts in "
+                f"{config.num_limited_groups} of {groups} groups."
             )
     heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     inner = (
@@ -385,17 +391,18 @@ class Family:
             value, kind = getattr(config, key, None), _KINDS[ours]
             if key in _PATTERNS and isinstance(value, list):
                 value = _PATTERNS[key].read[ours](value)
-            if ours in _OPTIONAL[:-1] and value == 0:
+            if ours in _NULL_IS_ZERO and value == 0:
                 lacking.append(f"{key} = 0 is not supported; null leaves it out.")
             # transformers tests flags for truth, so null means false
-            values[ours] = False if value is None and kind is bool else value
-            if type(values[ours]) is not kind and not (value is None and ours in _OPTIONAL):
+            if value is None and (kind is bool or ours in _NULL_IS_ZERO):
+                value = kind()
+            values[ours] = value
+            if type(value) is not kind and (value is not None or ours != "pad_token_id"):
                 wrong.append(f"{key} = {show(value)} is not of type {kind.__name__}.")
         if not wrong and not self.rotates_partially and table.get(PARTIAL, 1.0) != 1.0:
             lacking.append(f"{PARTIAL} = {table[PARTIAL]} is not supported, only 1.0 is.")
         raise_problems(ConfigError if wrong else NotNativeError, where, [*lacking, *wrong])
         values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
-        values |= {key: 0 for key in _OPTIONAL[:-1] if values.get(key, 0) is None}
         if (values["pad_token_id"] or 0) < 0:  # a negative id counts from the end
             values["pad_token_id"] += values["vocab_size"]
         model = ModelConfig(
@@ -476,7 +483,7 @@ class Family:
             else getattr(config, ours)
             for ours, theirs in self.keys.items()
         }
-        hf |= {key: getattr(config, key) or None for key in _OPTIONAL[:-1] if key in self.keys}
+        hf |= {key: getattr(config, key) or None for key in _NULL_IS_ZERO if key in self.keys}
         hf |= {key: allowed[0] for key, allowed in self.required.items()}
         hf |= self.written
         if "num_dense_layers" in self.keys:  # serving engines read it, and may read nothing else

@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.model import ModelConfig, RopeScaling
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, NEEDS_WINDOW, Family
+from titanlite.models.families.family import (
+    COMMON_KEYS,
+    DEBUG_EXPERTS,
+    NEEDS_WINDOW,
+    Family,
+    without,
+)
 
 _FIXED: dict[str, Any] = {
     "qk_norm": False,
@@ -45,7 +51,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     keys={
-        **{ours: theirs for ours, theirs in COMMON_KEYS.items() if ours != "intermediate_size"},
+        **without(COMMON_KEYS, "intermediate_size"),
         "moe_intermediate_size": "intermediate_size",
         "num_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",

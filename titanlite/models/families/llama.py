@@ -15,6 +15,7 @@ from titanlite.models.families.family import (
     MOE_KEYS,
     Family,
     preset,
+    without,
 )
 
 _LLAMA3 = ModelConfig(
@@ -67,7 +68,7 @@ _SMALL_QWEN2 = replace(_QWEN2, tie_word_embeddings=True)
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    keys={ours: theirs for ours, theirs in COMMON_KEYS.items() if ours != "attention_bias"},
+    keys=without(COMMON_KEYS, "attention_bias"),
     fixed={"qk_norm": False, "attention_bias": True, "attention_output_bias": False},
     required={"use_sliding_window": (False,)},
     presets={

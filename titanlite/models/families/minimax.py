@@ -5,7 +5,7 @@ keys, half of each head rotated; keys of checkpoints as in Mixtral.
 from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family, without
 
 _FIXED = {
     "qk_norm": True,
@@ -33,11 +33,7 @@ MINIMAX_M2 = Family(
     name="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     keys={
-        **{
-            ours: theirs
-            for ours, theirs in COMMON_KEYS.items()
-            if ours not in ("attention_bias", "intermediate_size")
-        },
+        **without(COMMON_KEYS, "attention_bias", "intermediate_size"),
         "moe_intermediate_size": "intermediate_size",
         "num_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",

@@ -5,7 +5,7 @@ them.
 from dataclasses import replace
 
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family, preset
+from titanlite.models.families.family import COMMON_KEYS, DEBUG_SIZES, Family, preset, without
 
 _MISTRAL = ModelConfig(
     family="mistral",
@@ -15,7 +15,7 @@ _MISTRAL = ModelConfig(
     qk_norm=False,
 )
 _KEYS = {
-    **{ours: theirs for ours, theirs in COMMON_KEYS.items() if ours != "attention_bias"},
+    **without(COMMON_KEYS, "attention_bias"),
     "sliding_window": "sliding_window",
 }
 

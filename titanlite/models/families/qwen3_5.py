@@ -15,6 +15,7 @@ from titanlite.models.families.family import (
     Family,
     Larger,
     preset,
+    without,
 )
 from titanlite.models.families.parts import SEPARATE_GATED_DELTA
 from titanlite.models.families.qwen3_next import (
@@ -70,9 +71,9 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     larger=Larger("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model."),
     keys={
-        key: name
-        for key, name in {**QWEN3_5.keys, **MOE_KEYS, **SHARED_EXPERT_KEYS}.items()
-        if key not in ("intermediate_size", "norm_topk_prob")
+        **without(QWEN3_5.keys, "intermediate_size"),
+        **without(MOE_KEYS, "norm_topk_prob"),
+        **SHARED_EXPERT_KEYS,
     },
     fixed={**FIXED, "norm_topk_prob": True, **_NO_DENSE},
     rules=(HAS_INTERVAL, HAS_EXPERTS),
