@@ -37,6 +37,7 @@ with lean_imports():
         TORCH_LOGS,
         read_beats,
         request_stop,
+        say,
         shared_folder,
     )
     from titanlite.launch.rendezvous import (
@@ -91,18 +92,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError:
         if guard is None or (failure := guard.failure) is None:
             raise
-        text = "" if failure.said else f" {failure.text}; all ranks were stopped."
+        text = "" if failure.said else f"{failure.text}; all ranks were stopped."
         text += "" if failure.code in NEVER_RESTARTED else resume
         if text:
-            print(f"titanlite:{text}", file=sys.stderr)
+            say(text.strip())
         return failure.code
     except SignalException as stopped:
-        print(
-            f"titanlite: stopped by {stopped.sigval.name}, with all ranks.{resume}", file=sys.stderr
-        )
+        say(f"stopped by {stopped.sigval.name}, with all ranks.{resume}")
         return 128 + stopped.sigval
     except RENDEZVOUS_ERRORS as error:
-        print(f"titanlite: error: {describe_failure(error, options)}{resume}", file=sys.stderr)
+        say(f"error: {describe_failure(error, options)}{resume}")
         return 1
     return 0
 

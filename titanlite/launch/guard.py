@@ -76,12 +76,11 @@ class Guard:
         if time.monotonic() - self._looked < _LOOK_EVERY_S:
             return
         self._looked = time.monotonic()
-        beats = {rank: beat for rank, beat in read_beats(self._folder).items() if rank in pids}
         running = {rank: pid for rank, pid in pids.items() if rank not in ended}
-        if self._is_hanging(beats, running):
-            self._end_hanging(
-                {rank: beats[rank] for rank in running if rank in beats}, running, len(pids)
-            )
+        beats = {rank: beat for rank, beat in read_beats(self._folder).items() if rank in running}
+        now = time.monotonic()
+        if any(beat.limit_s and now - beat.time_s > beat.limit_s for beat in beats.values()):
+            self._end_hanging(beats, running, len(pids))
         elif self._is_over_grace(beats):
             self._end(pids)
 
@@ -122,11 +121,6 @@ class Guard:
         while time.monotonic() < end and any(_exit_code(pid) is None for pid in pids.values()):
             time.sleep(0.02)
         self._end(pids)
-
-    def _is_hanging(self, beats: Mapping[int, Beat], running: Mapping[int, int]) -> bool:
-        now = time.monotonic()
-        limited = [beat for rank, beat in beats.items() if rank in running and beat.limit_s]
-        return any(now - beat.time_s > beat.limit_s for beat in limited)
 
     def _end_hanging(
         self, beats: Mapping[int, Beat], running: Mapping[int, int], num_ranks: int
@@ -194,10 +188,9 @@ class Agent(LocalElasticAgent):
             self._guard.watch({ranks[local]: pid for local, pid in pids.items() if local in ranks})
         result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            for rank, failure in sorted(
-                result.failures.items(), key=lambda item: item[1].timestamp
-            ):
-                self._guard.note_failure(rank, failure.exitcode)
+            first = min(result.failures.items(), key=lambda item: item[1].timestamp, default=None)
+            if first is not None:
+                self._guard.note_failure(first[0], first[1].exitcode)
             most = worker_group.spec.max_restarts
             if not self._guard.wants_restart(most - self._remaining_restarts, most):
                 self._remaining_restarts = 0

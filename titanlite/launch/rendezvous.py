@@ -268,7 +268,10 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     if isinstance(error, ConfigError):
         return str(error)
     host, port = get_endpoint(options)
-    why = _last_line(error)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    why = str(cause).strip().partition("\n")[0].rstrip(". ") or type(cause).__name__
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
     elif isinstance(error, RendezvousTimeoutError):
@@ -279,14 +282,6 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
         f"rendezvous at {host}:{port}: {why}. Start the same command on all machines, with the "
         "same RDZV_ID, NNODES and a free port in RDZV_ENDPOINT (or MASTER_PORT)."
     )
-
-
-def _last_line(error: BaseException) -> str:
-    """Return the text of the innermost cause, in one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".")
 
 
 def _get_join_timeout(options: argparse.Namespace) -> int:
