@@ -66,7 +66,7 @@ class TrainStep:
         stage_size = degrees.stage_size if degrees.pp > 1 else None
         rate = get_bias_update_rate(job.moe, model)
         self.balancer = ExpertBiasBalancer(model, rate, dist.all_reduce, stage_size)
-        self.grad_groups = group_parameters(model, whole=not job.metrics.grad_norm_groups)
+        self.grad_groups = group_parameters(model)
         max_nonfinite = (
             job.training.max_nonfinite_steps if job.training.on_nonfinite == "skip" else 1
         )

@@ -401,10 +401,7 @@ class MetricsSection:
         "Function of a point that returns more values to log (docs/extending.md).",
         calls=("point", "point, backwards"),
     )
-    enable_tensorboard: bool = setting(
-        True, "Write TensorBoard events to job.dump_folder/save_tb_folder."
-    )
-    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
+    enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/tb.")
     enable_wandb: bool = setting(
         False, "Send metrics and configuration to Weights & Biases (pip install wandb)."
     )
@@ -412,11 +409,6 @@ class MetricsSection:
         "titanlite",
         "W&B project; the environment variable WANDB_PROJECT overrides it.",
         only_for="metrics.enable_wandb",
-    )
-    grad_norm_groups: bool = setting(
-        True,
-        "Also log the gradient norm of each group of parameters (embedding, attention, experts, "
-        "...).",
     )
     enable_progress_bar: bool = setting(
         True, "Show a progress bar when standard output is a terminal."
@@ -426,10 +418,9 @@ class MetricsSection:
 @dataclass
 class ProfilingSection:
     enable_profiling: bool = setting(
-        False, "Record a torch.profiler trace of one step every profile_freq steps."
-    )
-    save_traces_folder: str = setting(
-        "profile_traces", "Folder of the traces, inside job.dump_folder."
+        False,
+        "Record a torch.profiler trace of one step every profile_freq steps, in "
+        "job.dump_folder/profile_traces.",
     )
     profile_freq: int = setting(
         100, "Steps between traces.", ge=1, only_for="profiling.enable_profiling"

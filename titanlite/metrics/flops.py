@@ -97,16 +97,14 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     )
 
 
-def group_parameters(model: Model, *, whole: bool = False) -> dict[str, list[nn.Parameter]]:
+def group_parameters(model: Model) -> dict[str, list[nn.Parameter]]:
     """Return the trained parameters of `model`, each in one group; empty groups are omitted.
 
     `embedding` and `head` are found by their modules (a tied weight is in `embedding`), adapters by
     their names (`lora`), and the others by words in their names: `norm`, `experts` (shared ones
-    too), `router`, `attention`, `feed_forward`, else `other`. With `whole`, all are in one group,
-    `all`. Call it after sharding, which replaces the parameter objects.
+    too), `router`, `attention`, `feed_forward`, else `other`. Call it after sharding, which
+    replaces the parameter objects.
     """
-    if whole:
-        return {"all": [param for param in model.parameters() if param.requires_grad]}
     embedding, head = outer_parameters(model)
     groups: dict[str, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():

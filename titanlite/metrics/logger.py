@@ -62,13 +62,9 @@ class IdleExperts:
                 if count
             ]
             logger.warning(
-                "moe: experts got no token, or less than %g of an even share, in steps %d to %d: "
-                "%s. %s",
-                _IDLE_SHARE,
-                step - self.log_freq + 1,
-                step,
-                list_names(found, most=_MOST_LAYERS),
-                self.if_idle,
+                f"moe: experts got no token, or less than {_IDLE_SHARE:g} of an even share, in "
+                f"steps {step - self.log_freq + 1} to {step}: "
+                f"{list_names(found, most=_MOST_LAYERS)}. {self.if_idle}"
             )
         self._most = max(self._most, total) if total else 0
 
@@ -81,7 +77,6 @@ class MetricsLogger:
     under their names in TensorBoard (docs/observability.md). Values that are not finite are null,
     and values per MoE layer are lists. A resumed run appends; if a step occurs twice, the later
     line counts.
-
 
     A point that cannot be written waits in memory for the next point; only the first failure is a
     warning.
@@ -111,7 +106,6 @@ class MetricsLogger:
         self._num_steps = job.training.steps
         self._flops_per_token = flops_per_token
         self._num_ranks = num_ranks
-        self._device = device
         self._last_step = self._start_step = start_step
         self._began_s = time.monotonic()
         self._moe_layers = list(moe_layers)
@@ -120,11 +114,7 @@ class MetricsLogger:
         self._peak_flops = (
             peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
         )
-        self._tensorboard = (
-            Path(dump_folder) / job.metrics.save_tb_folder
-            if job.metrics.enable_tensorboard
-            else None
-        )
+        self._tensorboard = Path(dump_folder) / "tb" if job.metrics.enable_tensorboard else None
         self._writer: Any = None
         self._sink = sink
         self._bar: ProgressBar | None = None
@@ -253,15 +243,17 @@ class MetricsLogger:
         """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and
         W&B.
         """
-        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        line.update({name: _or_none(value) for name, value in values.items()})
-        line.update(
-            {name: [_or_none(value) for value in column] for name, column in (layers or {}).items()}
-        )
-        line.update(extra or {})
-        self._append(_to_json(line))
+        layers = layers or {}
+        line = {
+            "step": step,
+            "time": round(time.time(), 3),
+            **{name: _or_none(value) for name, value in values.items()},
+            **{name: [_or_none(value) for value in column] for name, column in layers.items()},
+            **(extra or {}),
+        }
+        self._append((json.dumps(line, allow_nan=False) + "\n").encode("ascii"))
         scalars = dict(values)
-        for name, column in (layers or {}).items():
+        for name, column in layers.items():
             for row, value in enumerate(column):
                 number = self._moe_layers[row] if self._moe_layers else row
                 scalars[f"{name}/layer_{number:02d}"] = value
@@ -283,9 +275,7 @@ class MetricsLogger:
             self._writer.flush()
         except OSError as error:
             logger.warning(
-                "metrics: cannot write to %s: %s. Only metrics.jsonl is still written.",
-                folder,
-                error,
+                f"metrics: cannot write to {folder}: {error}. Only metrics.jsonl is still written."
             )
             self._tensorboard = None
 
@@ -315,7 +305,3 @@ def _on_one_line(text: str) -> str:
 def _or_none(value: float) -> float | None:
     """Return `value`, or None if JSON cannot represent it (NaN and infinity)."""
     return value if math.isfinite(value) else None
-
-
-def _to_json(line: Mapping[str, Any]) -> bytes:
-    return (json.dumps(line, allow_nan=False) + "\n").encode("ascii")

@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -206,22 +206,17 @@ def get_memory(device: torch.device) -> dict[str, float]:
     host's resident memory.
     """
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    now = psutil.Process().memory_info().rss
     found = {
-        "memory/host_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB
+        "memory/host_rss_gib": now / _GIB,
+        # The kernel adds up the counts of all CPUs for the present size but not for the peak, so
+        # the peak may be too low.
+        "memory/host_peak_rss_gib": max(peak, now) / _GIB,
     }
     if device.type == "cuda":
         found["memory/max_allocated_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
         found["memory/max_reserved_gib"] = torch.cuda.max_memory_reserved(device) / _GIB
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        found["memory/host_rss_gib"] = (
-            int(statm.read_text().split()[1]) * resource.getpagesize() / _GIB
-        )
-        # The kernel adds up the counts of all CPUs for the present size but not for the peak, so
-        # the peak may be too low.
-        found["memory/host_peak_rss_gib"] = max(
-            found["memory/host_peak_rss_gib"], found["memory/host_rss_gib"]
-        )
     return found
 
 
@@ -383,7 +378,7 @@ class Results:
         if series.name not in ("", name):
             best = "no number" if series.best is None else f"{series.best:.4f}"
             logger.info(
-                "validation: the best %s was %s; from here on it is the %s", series.name, best, name
+                f"validation: the best {series.name} was {best}; from here on it is the {name}"
             )
         improved = _add(series, name, step, loss, -1.0, self._validation.early_stopping_min_delta)
         return improved and self._save_best == "validation"

@@ -100,9 +100,9 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
                 ) from None
             if locks[-1] is None:
                 logger.warning(
-                    "job.dump_folder: the file system of %s has no locks. Start no other run in "
-                    "this folder before this one ends: each would remove the other's checkpoints.",
-                    each,
+                    f"job.dump_folder: the file system of {each} has no locks. Start no other run "
+                    "in this folder before this one ends: each would remove the other's "
+                    "checkpoints."
                 )
 
     on_first_rank(take)
@@ -131,9 +131,10 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
             save_resolved(job, folder / _NEXT_CONFIG)
         except OSError as error:
             if not is_full(error) or job.checkpoint.on_save_error == "stop":
-                text = f"job.dump_folder: cannot write to {folder}: {error}. Choose another folder."
-                raise ConfigError(text) from None
-            logger.warning("cannot write %s: %s.", folder / _CONFIG, error.strerror)
+                raise ConfigError(
+                    f"job.dump_folder: cannot write to {folder}: {error}. Choose another folder."
+                ) from None
+            logger.warning(f"cannot write {folder / _CONFIG}: {error.strerror}.")
 
     on_first_rank(make)
     log_to_folder(folder)
@@ -198,7 +199,7 @@ def record_start(
         (folder / _NEXT_CONFIG).replace(folder / _CONFIG)
     if resumed and changes:
         text = f"settings changed since the last start: {format_changes(changes)}"
-        logger.info("resume: %s", text)
+        logger.info(f"resume: {text}")
         where = f"{where}; {text}"
     restart = read_restart()
     if restart is None:
@@ -218,7 +219,7 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
     done.
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this
-    process, after one warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`,
+    process, after one warm-up step, and every rank writes `profile_traces/step-N/rank-R.json`,
     for chrome://tracing or Perfetto. If a step is trained again after a resume, its trace is
     replaced.
     """
@@ -230,15 +231,10 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
     def save(recorded: profile) -> None:
         if now < 0:
             return  # training ended during a recorded step, or never began
-        path = (
-            dump_folder
-            / section.save_traces_folder
-            / f"step-{now}"
-            / f"rank-{dist.get_rank()}.json"
-        )
+        path = dump_folder / "profile_traces" / f"step-{now}" / f"rank-{dist.get_rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
-        logger.info("profiler: trace of step %d in %s", now, path)
+        logger.info(f"profiler: trace of step {now} in {path}")
 
     def end_step(step: int) -> None:
         nonlocal now
