@@ -34,7 +34,6 @@ _TESTS = {
     "le": (operator.le, "at most {}"),
     "lt": (operator.lt, "less than {}"),
 }
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATHS = {
     "text": "a text file or a folder",
     "images": "a .jsonl file",
@@ -148,6 +147,7 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
     )
     has_muon = job.optimizer.name == "Muon"
     best = checkpoint.save_best
+    push_to_hub = checkpoint.push_to_hub
     streams = [
         get_source_key(job.data, name, "streaming")
         for name, source in get_sources(job.data).items()
@@ -208,7 +208,7 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
             f'{{}} needs {best}s. Set {best}.enable = true, or save_best = "none".',
         ),
         (
-            checkpoint.push_to_hub and not _HUB_NAME.fullmatch(checkpoint.push_to_hub),
+            push_to_hub and ("@" in push_to_hub or not is_hub_id(push_to_hub)),
             "checkpoint.push_to_hub",
             '{} is no name of a repository. Write "owner/name", or "" for no upload.',
         ),

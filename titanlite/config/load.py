@@ -215,8 +215,7 @@ class Reader:
         if setting is None and table.endswith(TABLES) and find_setting(table) is not None:
             entries: dict[str, Any] = {}
             with suppress(ConfigError):  # the present value has its own problem
-                job = cast(JobConfig, self.omegaconf.to_object(self.config))
-                entries |= parse_object(table, get_value(job, table))
+                entries |= parse_object(table, get_value(self._get_job(), table))
             with suppress(ValueError):
                 value = text if table.endswith("fields") else json.loads(text)
             key = table
@@ -253,6 +252,9 @@ class Reader:
             problem = f"does not fit. Write {_KINDS[setting.kind]}{more}."
         if problem:
             self.refuse(where, f"{key} = {cut(format_value(value), 80)} {problem}", key)
+
+    def _get_job(self) -> JobConfig:
+        return cast(JobConfig, self.omegaconf.to_object(self.config))
 
     def _add_source(self, section: str) -> None:
         name = section.removeprefix(f"{SOURCES}.")
@@ -307,7 +309,7 @@ class Reader:
             self._set_text(*override)
         if path is not None:
             import_from(Path(path).parent)
-        job = cast(JobConfig, self.omegaconf.to_object(self.config))
+        job = self._get_job()
         self.add(fill_in(job, self.given, "" if path is None else Path(path).stem), path or CODE)
         if self.is_whole:
             self.add([*check_values(job), *find_ignored(job, self.given)], path or CODE)

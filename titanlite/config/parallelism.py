@@ -247,12 +247,7 @@ def check_parallelism(
         problems = _check_transformers(job, model, degrees)
     else:
         problems = _check_native(job, model, degrees, list(parts))
-    if job.model.delta_backend != "auto" and not getattr(model, "linear_num_key_heads", 0):
-        problems.append(
-            f"model.delta_backend = '{job.model.delta_backend}', but the model has no gated delta "
-            "net of the native decoder. Leave it out."
-        )
-    return problems + _check_experts(model, degrees.ep) + _check_lengths(job, model, degrees)
+    return problems + _check_any(job, model, degrees)
 
 
 def _check_native(
@@ -328,21 +323,6 @@ def _check_native(
         for name, size in widths.items()
         if size % degrees.efsdp
     ]
-
-
-def _check_experts(model: AnyModelConfig, ep: int) -> list[str]:
-    return _texts(
-        (
-            model.num_experts == 0 and ep > 1,
-            f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to "
-            "1.",
-        ),
-        (
-            model.num_experts % ep,
-            f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts "
-            f"({model.num_experts}).",
-        ),
-    )
 
 
 def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
@@ -431,10 +411,11 @@ def _texts(*rows: tuple[object, str]) -> list[str]:
     return [text for is_wrong, text in rows if is_wrong]
 
 
-def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
-    """Return the problems that native and transformers models can have: resharding that contradicts
-    another setting, batch sizes, and sequence lengths.
+def _check_any(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[str]:
+    """Return the problems that native and transformers models can have: kernels, experts,
+    resharding that contradicts another setting, batch sizes, and sequence lengths.
     """
+    ep = degrees.ep
     parallelism = job.parallelism
     training = job.training
     is_transformers = isinstance(model, TransformersConfig)
@@ -446,10 +427,25 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
     )
     limit = model.rope_limit if is_transformers and not is_alone else None  # pairs share a row
     scaling = None if is_transformers else model.rope_scaling
-    reached = None
+    reached = training.seq_len
     if scaling is not None and scaling.rope_type == "yarn":
         reached = round(scaling.factor * scaling.original_max_position_embeddings)
     return _texts(
+        (
+            job.model.delta_backend != "auto" and not getattr(model, "linear_num_key_heads", 0),
+            f"model.delta_backend = '{job.model.delta_backend}', but the model has no gated delta "
+            "net of the native decoder. Leave it out.",
+        ),
+        (
+            model.num_experts == 0 and ep > 1,
+            f"parallelism: expert_parallel_degree is {ep}, but the model has no experts. Set it to "
+            "1.",
+        ),
+        (
+            model.num_experts % ep,
+            f"parallelism: expert_parallel_degree ({ep}) does not divide the model's num_experts "
+            f"({model.num_experts}).",
+        ),
         (
             parallelism.fsdp_once_per_step and parallelism.fsdp_reshard_after_forward == "always",
             "parallelism.fsdp_once_per_step keeps gathered parameters for a whole step, and "
@@ -481,7 +477,7 @@ def _check_lengths(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> l
             "by one, with data.packing = false and training.local_batch_size = 1.",
         ),
         (
-            reached is not None and training.seq_len > reached,
+            training.seq_len > reached,
             f"training.seq_len ({training.seq_len}) exceeds the {reached} tokens that YaRN "
             "reaches here, its factor * original_max_position_embeddings. Raise "
             "model.overrides.rope_scaling.factor.",
@@ -497,9 +493,8 @@ def resolve_seq_len(job: JobConfig, model: AnyModelConfig) -> JobConfig:
         return job
     if (limit := model.max_position_embeddings or _SEQ_LEN) < _SEQ_LEN:
         logger.info(
-            "training.seq_len is %d, the model's max_position_embeddings; by default it is %d",
-            limit,
-            _SEQ_LEN,
+            f"training.seq_len is {limit}, the model's max_position_embeddings; by default it is "
+            f"{_SEQ_LEN}"
         )
     return replace(job, training=replace(job.training, seq_len=min(limit, _SEQ_LEN)))
 
