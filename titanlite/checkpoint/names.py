@@ -1,5 +1,5 @@
 """Keys of a checkpoint that differ from the model's: prefixes that transformers accepts, and one
-common difference of all keys, which is reported.
+prefix before all keys, which is reported.
 """
 
 from collections.abc import Collection
@@ -43,37 +43,18 @@ def explain_absent_head(where: str) -> str:
 
 
 def explain_names(stored: Collection[str], expected: Collection[str]) -> str:
-    """Return a sentence about the prefix in which most `stored` keys differ from most `expected`
-    keys, with the remedy; "" if there is no such prefix.
+    """Return a sentence about the prefix that `stored` has before most `expected` keys, with the
+    remedy; "" if there is no such prefix.
     """
     wanted = list(expected)
     for anchor in wanted[:: max(1, len(wanted) // 8)]:
-        heads = (_split_heads(anchor, key) for key in stored)
-        theirs, ours = min(heads, key=lambda pair: len(pair[1]), default=("", ""))
-        there = sum(
-            key.startswith(ours) and theirs + key.removeprefix(ours) in stored for key in wanted
-        )
-        if 2 * there > len(wanted):
-            old = shown(theirs)
-            if not theirs:
-                return f"its keys lack the prefix '{ours}'. " + _REWRITE.format(f"'{ours}' + key")
-            names = f"the model's with '{ours}'" if ours else "which the model's do not"
-            return f"its keys begin with '{old}', {names}. " + _REWRITE.format(
-                f"key.replace('{old}', '{ours}', 1)"
-            )
+        for key in stored:
+            prefix = key.removesuffix(anchor)
+            is_prefix = prefix not in ("", key)
+            if is_prefix and 2 * sum(prefix + name in stored for name in wanted) > len(wanted):
+                return (
+                    f"its keys begin with '{shown(prefix)}', which the model's do not. Write its "
+                    f"files again with key.replace('{shown(prefix)}', '', 1) as keys (load_file, "
+                    "save_file of safetensors.torch), and so its index."
+                )
     return ""
-
-
-_REWRITE = (
-    "Write its files again with {} as keys (load_file, save_file of safetensors.torch), and so its "
-    "index."
-)
-
-
-def _split_heads(key: str, other: str) -> tuple[str, str]:
-    """Return the beginnings of `other` and of `key`, before the segments that both end with."""
-    theirs = other.split(".")
-    ours = key.split(".")
-    while theirs and ours and theirs[-1] == ours[-1]:
-        del theirs[-1], ours[-1]
-    return "".join(f"{segment}." for segment in theirs), "".join(f"{segment}." for segment in ours)

@@ -55,16 +55,6 @@ def test_a_wrong_prefix_is_one_sentence_that_names_it(models, tmp_path, name, pr
     load(tmp_path)
 
 
-def test_a_prefix_in_place_of_another_is_one_sentence(models, tmp_path):
-    models["qwen3, untied"].save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda key: key.replace("model.", "language_model.decoder.", 1))
-    text = refusal(tmp_path)
-    assert (
-        "its keys begin with 'language_model.decoder.', the model's with 'model.'." in text
-        and "\n" not in text
-    )
-
-
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("how", ["base model", "without", "doubled"])
 def test_the_base_models_prefix_is_as_in_from_pretrained(models, tmp_path, name, how):
