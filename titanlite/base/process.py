@@ -36,6 +36,16 @@ def read_ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def count_threads() -> int:
+    """Return the number of threads for this rank's host work: its share of this machine's cores, 1
+    to 16.
+    """
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return min(max(cores // read_ranks_here(), 1), 16)
+
+
 def read_variable(name: str) -> str | None:
     """Return the value of the variable `name`, or None if it is not set."""
     return os.environ.get(name)

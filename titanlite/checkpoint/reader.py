@@ -22,7 +22,7 @@ import torch
 
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
-from titanlite.base.process import read_ranks_here
+from titanlite.base.process import count_threads
 from titanlite.base.text import format_size
 from titanlite.checkpoint import quantized
 from titanlite.checkpoint.folder import Stored, StoredTensor
@@ -82,16 +82,16 @@ class SafetensorsReader:
         self.proves_coverage = True
         self._tensors = tensors
         self._file_bytes = file_bytes
-        self._threads = threads or io_threads()
+        self._threads = threads or count_threads()
 
     @classmethod
     def of_keys(
         cls, name: str, stored: Stored, keys: Iterable[str], threads: int = 0
     ) -> "SafetensorsReader":
         """Return a reader of whole stored tensors; their names are their `keys` on disk."""
-        tensors = (stored.tensors[key] for key in keys)
         placed = {
-            tensor.key: [Placed(tensor, whole(tensor.key, tensor.shape))] for tensor in tensors
+            key: [Placed(stored.tensors[key], whole(key, stored.tensors[key].shape))]
+            for key in keys
         }
         return cls(name, placed, stored.file_bytes, threads)
 
@@ -157,14 +157,6 @@ def read_region(
     values = torch.empty(region.lengths, dtype=dtype)
     read_quietly(reader, [ReadRequest(name, region, values)])
     return values
-
-
-def io_threads() -> int:
-    """Return the number of I/O threads of a rank: its share of this machine's cores, 1 to 16."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(max(cores // read_ranks_here(), 1), 16)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.base.process import count_threads
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.checkpoint.reader import (
     DIRECT_BYTES,
     JOB_BYTES,
-    io_threads,
     run_jobs,
     timed,
 )
@@ -152,7 +152,6 @@ def write_items(
     sums_of_files: dict[str, _Sums] = {}
     digests = {} if digests is None else digests
     mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
-    threads = io_threads()
     first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
     with timed(text, mine, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # ranks begin with different files
@@ -172,7 +171,7 @@ def write_items(
                     partial(_write, descriptor, file.nbytes, *part, part[0].key in digests)
                     for part in parts
                 )
-                done = run_jobs(jobs, threads)
+                done = run_jobs(jobs, count_threads())
                 sums_of_files[file.name] = _add(sums for sums, _ in done)
                 for (item, _, _), (_, summand) in zip(parts, done, strict=True):
                     if item.key in digests:

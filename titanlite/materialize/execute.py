@@ -2,7 +2,6 @@
 and then are written once from their source.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import gather_objects, merge_problems, together
 from titanlite.base.errors import PlanError, VerifyError, raise_problems
-from titanlite.base.process import read_ranks_here
+from titanlite.base.process import count_threads
 from titanlite.base.text import list_names
 from titanlite.materialize.digest import bytes_in, digest
 from titanlite.materialize.layout import (
@@ -39,10 +38,7 @@ from titanlite.materialize.sources import (
 )
 
 _DRAWN_AT_ONCE = 1 << 22  # values that are drawn before they are encoded
-# Elements of a tensor that are checked at a time; the check makes a few int64 copies of them. A
-# chunk on the host should fit into the cache; a chunk on a device costs eight kernel launches.
-_HOST_CHUNK = 1 << 18
-_DEVICE_CHUNK = 1 << 22
+_CHECKED_AT_ONCE = 1 << 22  # elements of a tensor whose sum is not finite; the check copies them
 
 _Digests = dict[tuple[str, Region], int]  # digests of shards that several ranks hold
 
@@ -157,9 +153,8 @@ def fill(plan: Plan, seed: int) -> None:
 
     Collectives: see `read_tensors`; every rank must call.
     """
-    # Drawing is host work that releases the interpreter lock. The ranks of a node divide its cores.
-    threads = max(1, (os.cpu_count() or 1) // read_ranks_here())
-    with ThreadPoolExecutor(min(threads, 16)) as pool:
+    # Drawing is host work that releases the interpreter lock.
+    with ThreadPoolExecutor(count_threads()) as pool:
         held = [entry for entry in plan.entries if not entry.is_remote]
         jobs = [
             pool.submit(_fill_one, entry, seed)
@@ -300,7 +295,7 @@ def _value_problems(entry: TensorEntry, local: torch.Tensor) -> list[str]:
     # overflows. float8 and complex32 have no sum.
     if local.dtype.itemsize > 1 and local.dtype != torch.complex32 and bool(local.sum().isfinite()):
         return []
-    chunks = local.reshape(-1).split(_HOST_CHUNK if local.device.type == "cpu" else _DEVICE_CHUNK)
+    chunks = local.reshape(-1).split(_CHECKED_AT_ONCE)
     num_nan = sum(int(_comparable(chunk).isnan().sum()) for chunk in chunks)
     if num_nan:
         is_kept = isinstance(entry.source, Keep)

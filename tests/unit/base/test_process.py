@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from titanlite.base.process import count_threads
+
 # Rank 0 ends while its group's thread holds the last reference to a tensor. The sum, one call into
 # C, makes that thread wait for the interpreter exactly until Python would begin to tear itself
 # down.
@@ -135,3 +137,12 @@ def test_a_full_disk_or_a_reader_that_is_gone_is_no_traceback():
     for redirect, code, says in (("> /dev/full", 1, "No space left on device"), ("| true", 0, "")):
         done = _under("sleep 0", f"-m titanlite --help {redirect}")
         assert done.returncode == code and "Traceback" not in done.stderr and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 1)]
+)
+def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert count_threads() == expected

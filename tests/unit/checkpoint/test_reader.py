@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import pieces
 from titanlite.checkpoint.folder import DTYPES, read_header
-from titanlite.checkpoint.reader import Placed, SafetensorsReader, io_threads
+from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region
 
 MIB = 1 << 20
@@ -239,12 +239,3 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == descriptors
     if threads == 1:
         assert len(made) < 20  # of 80 jobs; most were never started
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "expected"), [(2, 1, 2), (64, 8, 8), (64, 1, 16), (4, 8, 1)]
-)
-def test_threads_of_a_rank(cores, ranks, expected, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert io_threads() == expected

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from titanlite.base.process import count_threads
 from titanlite.checkpoint.folder import Stored, StoredTensor
 from titanlite.checkpoint.pieces import bytes_of
-from titanlite.checkpoint.reader import JOB_BYTES, io_threads, opened, read_bytes, run_jobs
+from titanlite.checkpoint.reader import JOB_BYTES, opened, read_bytes, run_jobs
 from titanlite.materialize.digest import bytes_in, digest
 
 PLAIN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
@@ -103,7 +104,7 @@ def scan(stored: Stored, base: Iterable[Look] = ()) -> list[Look]:
             for look in todo:
                 _add_facts(look, handles, memory)
 
-        run_jobs([work] * io_threads(), io_threads())
+        run_jobs([work] * count_threads(), count_threads())
     return looks
 
 
