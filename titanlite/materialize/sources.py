@@ -12,6 +12,7 @@ A tied tensor is one tensor with several names: the first name is filled, and th
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -210,34 +211,30 @@ class Recipe:
     def _draw(
         self, local: torch.Tensor, region: Region, shape: tuple[int, ...], seed: int, name: str
     ) -> None:
-        cols = shape[-1] if len(shape) > 1 else 1
-        col_start, col_count = (region.starts[-1], region.lengths[-1]) if len(shape) > 1 else (0, 1)
-        flat = local.view(-1, col_count)
+        is_matrix = len(shape) > 1
+        cols = shape[-1] if is_matrix else 1
+        sizes = (math.prod(shape) // cols, cols)
+        left, width = (region.starts[-1], region.lengths[-1]) if is_matrix else (0, 1)
+        rest = local.view(-1, width)
         key = np.frombuffer(
             hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), dtype=np.uint64
         )
-        total_rows = math.prod(shape) // cols
-        done = 0
-        for row_start, row_count in region.row_runs(shape):
-            row_end = row_start + row_count
-            for tile_row in range(row_start // _TILE, -(-row_end // _TILE)):
-                top = tile_row * _TILE
-                height = min(_TILE, total_rows - top)
-                first = max(row_start, top)
-                last = min(row_end, top + height)
-                band = np.empty((last - first, col_count), dtype=np.float32)
-                for tile_col in range(col_start // _TILE, -(-(col_start + col_count) // _TILE)):
-                    left = tile_col * _TILE
-                    width = min(_TILE, cols - left)
-                    begin = max(col_start, left)
-                    end = min(col_start + col_count, left + width)
-                    stream = np.random.Philox(key=key, counter=[0, 0, tile_row, tile_col])
-                    tile = self.tile(np.random.Generator(stream), height, width)
-                    band[:, begin - col_start : end - col_start] = tile[
-                        first - top : last - top, begin - left : end - left
-                    ]
-                flat[done : done + last - first].copy_(torch.from_numpy(band))
-                done += last - first
+        for top, height in region.row_runs(shape):
+            held = Region((top, left), (height, width))
+            blocks = held.in_blocks(_TILE, _TILE)
+            for block in itertools.product(*map(range, blocks.starts, blocks.ends)):
+                starts = tuple(_TILE * number for number in block)
+                lengths = tuple(
+                    min(_TILE, size - start) for size, start in zip(sizes, starts, strict=True)
+                )
+                tile = Region(starts, lengths)
+                part = tile.overlap(held)
+                assert part is not None, "a tile that the rows do not touch"
+                stream = np.random.Philox(key=key, counter=[0, 0, *block])
+                values = self.tile(np.random.Generator(stream), *tile.lengths)
+                drawn = torch.from_numpy(values[part.within(tile).slices])
+                rest[part.within(held).slices].copy_(drawn)
+            rest = rest[height:]
 
 
 @dataclass(frozen=True, kw_only=True)
