@@ -19,7 +19,7 @@ from titanlite.distributed.shard import shard_parameters
 from titanlite.models.interface import Model
 from titanlite.ops import group_by_expert
 from titanlite.ops.kernels import find_stand_in
-from titanlite.ops.moe_experts import gather_sum, sort_rows
+from titanlite.ops.moe_experts import gather_sum
 from titanlite.ops.recompute import forward_values, once_per_forward
 
 
@@ -86,16 +86,16 @@ class ExpertParallelDispatcher:
         # knows its number of rows.
         rank_Tk = topk_expert_ids_Tk // local
         is_again_Tk = (rank_Tk.unsqueeze(2) == rank_Tk.unsqueeze(1)).tril(-1).any(2)
-        key_R, _, token_R, rows_Tk = sort_rows(rank_Tk + size * is_again_Tk)
-        keys = torch.arange(2 * size + 1, dtype=key_R.dtype, device=key_R.device)
-        counts_2n = torch.searchsorted(key_R, keys, out_int32=True).diff().view(2, size)
+        key_Tk = rank_Tk + size * is_again_Tk
+        order_R, token_R, rows_Tk, ends_2n = group_by_expert(key_Tk, 2 * size)
+        counts_2n = ends_2n.diff(prepend=ends_2n.new_zeros(1)).view(2, size)
         sent_n2 = counts_2n.T.contiguous()  # copies and further choices for each rank
         received_n2 = all_to_all(sent_n2, [1] * size, [1] * size, self._name)
         send, receive, num_rows = self._splits(
             sent_n2, received_n2, topk_expert_ids_Tk.shape, num_experts
         )
         token_C = token_R[: sum(send)]
-        rank_C1 = key_R[: sum(send)].unsqueeze(1)
+        rank_C1 = key_Tk.flatten().index_select(0, order_R[: sum(send)]).unsqueeze(1)
         # Local expert ids; experts of other ranks get an id of `local` or more.
         ids_Ck = (topk_expert_ids_Tk.index_select(0, token_C) - local * rank_C1) % (2 * num_experts)
         ids_Pk = all_to_all(ids_Ck, receive, send, self._name)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from titanlite.config.model import ModelConfig
 from titanlite.materialize.sources import Init, Normal, Source, Zeros
@@ -23,7 +22,6 @@ from titanlite.models.layers import FeedForward, Linear, Recomputable
 from titanlite.ops import (
     add_expert_bias,
     clamped_swiglu,
-    group_by_expert,
     grouped_gemm,
     local_tensor,
     permute_tokens,
@@ -33,6 +31,7 @@ from titanlite.ops import (
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Exchange, moe_experts
 from titanlite.ops.recompute import once_per_forward
+from titanlite.ops.routing import Choice, choose_experts, group_by_expert, weigh_experts
 
 
 class Routing(NamedTuple):
@@ -95,17 +94,12 @@ class Router(nn.Module):
         """Route every token. Tokens with `valid_BS` False are routed, too, but neither counted nor
         balanced.
         """
-        config, logits_BSE = self.config, wide_linear(x_BSD, local_tensor(self.weight))
+        config = self.config
+        logits_BSE = wide_linear(x_BSD, local_tensor(self.weight))
         if self.bias is not None:
             logits_BSE = logits_BSE + local_tensor(self.bias)
-        scores_BSE = logits_BSE.detach()
-        scores_BSE = (
-            scores_BSE.softmax(dim=-1) if config.score_func == "softmax" else scores_BSE.sigmoid()
-        )
-        chosen = once_per_forward(lambda: self._choose(scores_BSE, valid_BS))
-        topk_scores_Tk, aux_loss = _RouterWeights.apply(
-            config, logits_BSE, scores_BSE, valid_BS, *chosen
-        )
+        choice, load_BE = once_per_forward(lambda: self._choose(logits_BSE.detach(), valid_BS))
+        topk_scores_Tk, aux_loss = weigh_experts(logits_BSE, valid_BS, choice, load_BE, config)
         if config.routed_scaling_factor != 1.0:
             topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
         if self.training and self.z_loss_coeff:  # arXiv:2202.08906, eq. 5
@@ -115,112 +109,32 @@ class Router(nn.Module):
                 * (squares_BS if valid_BS is None else squares_BS * valid_BS).sum()
             )
             aux_loss = z_loss if aux_loss is None else aux_loss + z_loss
-        return Routing(topk_scores_Tk, chosen[1], aux_loss)
+        return Routing(topk_scores_Tk, choice.ids_Tk, aux_loss)
 
-    def _choose(self, scores_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
-        """Return weights and ids of the chosen experts, (T, k), and for the balance loss the scaled
-        load of each expert and the sum of its normalized scores, (B, E) or None.
+    def _choose(self, logits_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Choice, Tensor | None]:
+        """Return the choice, and for the balance loss the scaled load of each expert, (B, E) or
+        None.
         """
-        config, scores_TE = self.config, scores_BSE.flatten(0, 1)
-        choice_TE = scores_TE + self.expert_bias
-        if config.num_limited_groups < config.num_expert_groups:
-            choice_TE = self._limit_groups(choice_TE)
-        ids_Tk = choice_TE.topk(config.top_k, dim=-1).indices
-        weights_Tk = scores_TE.gather(-1, ids_Tk)
-        if config.norm_topk_prob:
-            weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-        counts_BE = self._count(ids_Tk, valid_BS, scores_BSE.shape[0]) if self.training else None
-        if counts_BE is None or not self.aux_loss_coeff:
-            return weights_Tk, ids_Tk, None, None
+        config = self.config
+        is_balanced = self.training and bool(self.aux_loss_coeff)
+        choice = choose_experts(
+            logits_BSE,
+            self.expert_bias,
+            valid_BS,
+            config,
+            counts=self.training,
+            sums=is_balanced,
+        )
+        counts_BE = choice.counts_BE
+        if counts_BE is None:
+            return choice, None
+        torch.sum(counts_BE, 0, out=self.tokens_per_expert)
+        if not is_balanced:
+            return choice, None
         for part in self.sequence_parts:
             counts_BE = part.sum(counts_BE)
-        load_BE = (
-            counts_BE
-            * (self.aux_loss_coeff * config.num_experts)
-            / counts_BE.sum(-1, keepdim=True).clamp(min=1)
-        )
-        share_BSE = _shares(config, scores_BSE)
-        sums_BE = (
-            share_BSE.sum(dim=1)
-            if valid_BS is None
-            else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
-        )
-        return weights_Tk, ids_Tk, load_BE, sums_BE
-
-    def _limit_groups(self, choice_TE: Tensor) -> Tensor:
-        """Mask all experts except the groups with the highest sum of their two best scores."""
-        config = self.config
-        grouped_TGe = choice_TE.unflatten(-1, (config.num_expert_groups, -1))
-        best_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), dim=-1).values.sum(dim=-1)
-        kept_Tg = best_TG.topk(config.num_limited_groups, dim=-1).indices
-        allowed_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_Tg, True)
-        return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
-
-    def _count(self, ids_Tk: Tensor, valid_BS: Tensor | None, batch: int) -> Tensor:
-        """Count each expert's valid rows per sequence, (B, E). int64, because bfloat16 counts only
-        to 256 and float32 to 16.7 M.
-        """
-        ids_BR, rows_BR = ids_Tk.view(batch, -1), None
-        if valid_BS is not None:
-            rows_BR = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64).reshape(batch, -1)
-        counts_BE = count_rows(ids_BR, self.config.num_experts, rows_BR)
-        torch.sum(counts_BE, 0, out=self.tokens_per_expert)
-        return counts_BE
-
-
-def _shares(config: ModelConfig, scores_BSE: Tensor) -> Tensor:
-    """Return each score divided by the sum of its token's scores."""
-    return (
-        scores_BSE
-        if config.score_func == "softmax"
-        else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
-    )
-
-
-class _RouterWeights(torch.autograd.Function):
-    """Weights of the chosen experts, and sequence-wise balance loss (arXiv:2412.19437, eq. 17 to
-    20) as a sum over this rank's tokens.
-
-    A normalized score has the gradient of softmax; with sigmoid scores y it is multiplied by 1 - y.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, config: ModelConfig, logits: Any, scores: Any, valid: Any, *chosen: Any
-    ) -> Any:
-        ctx.config, (weights, ids, load, sums) = config, chosen
-        ctx.save_for_backward(scores, weights, ids, valid, load)
-        return weights.view_as(weights), None if load is None else torch.dot(
-            load.flatten(), sums.flatten()
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dweights_Tk: Tensor, daux: Tensor | None) -> tuple[Any, ...]:
-        scores_BSE, weights_Tk, ids_Tk, valid_BS, load_BE = ctx.saved_tensors
-        is_softmax, softmax_backward = (
-            ctx.config.score_func == "softmax",
-            torch.ops.aten._softmax_backward_data,
-        )
-        if load_BE is None:
-            dlogits_BSE = torch.zeros_like(scores_BSE)
-        else:
-            dshare_BSE = (daux * load_BE).unsqueeze(1)
-            dshare_BSE = dshare_BSE if valid_BS is None else dshare_BSE * valid_BS.unsqueeze(-1)
-            share_BSE = _shares(ctx.config, scores_BSE)
-            dlogits_BSE = softmax_backward(
-                dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype
-            )
-        if ctx.config.norm_topk_prob:
-            dchosen_Tk = softmax_backward(dweights_Tk, weights_Tk, -1, weights_Tk.dtype)
-        else:
-            dchosen_Tk = dweights_Tk * weights_Tk
-            if is_softmax:
-                dlogits_BSE.addcmul_(
-                    scores_BSE, dchosen_Tk.sum(dim=-1).view(*scores_BSE.shape[:2], 1), value=-1
-                )
-        dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
-        return None, dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE), *[None] * 6
+        factor = self.aux_loss_coeff * config.num_experts
+        return choice, counts_BE * factor / counts_BE.sum(-1, keepdim=True).clamp(min=1)
 
 
 class Experts(Recomputable):
@@ -337,14 +251,6 @@ def is_routed(name: str) -> bool:
     experts.
     """
     return ".experts." in name
-
-
-def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
-    """Count how often each expert is in the int64 `ids` (..., R); return (..., E). `rows` has the
-    weight of each id, by default 1.
-    """
-    rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
-    return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
 
 
 def dispatch_locally(

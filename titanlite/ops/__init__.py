@@ -20,7 +20,7 @@ from titanlite.ops.kernels import local_tensor
 from titanlite.ops.matmul import grouped_gemm
 from titanlite.ops.moe_experts import (
     add_expert_bias,
-    group_by_expert,
     permute_tokens,
     unpermute_sum,
 )
+from titanlite.ops.routing import group_by_expert

@@ -72,33 +72,6 @@ class _Move(torch.autograd.Function):
         return dx, None, None, None
 
 
-def sort_rows(ids_Tk: Tensor, num_rows: int | None = None) -> tuple[Tensor, ...]:
-    """Order rows by their ids, stable in the tokens; return (ids_R, order_R, token_R, rows_Tk).
-
-    `order_R`, int64, has the position in the flattened (T, k) ids of each sorted row, or of the
-    first `num_rows` rows; `token_R`, int32, has its token. `rows_Tk`, int32, has the sorted row of
-    each choice: the inverse of the whole `order_R`.
-    """
-    ids_R, order_R = ids_Tk.flatten().sort(stable=True)
-    arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
-    rows_R = torch.empty_like(arange_R).scatter_(0, order_R, arange_R)
-    token_R = torch.empty_like(order_R[:num_rows], dtype=torch.int32)
-    torch.div(order_R[:num_rows], ids_Tk.shape[1], rounding_mode="floor", out=token_R)
-    return ids_R, order_R[:num_rows], token_R, rows_R.view(ids_Tk.shape)
-
-
-def group_by_expert(
-    ids_Tk: Tensor, num_experts: int, num_rows: int | None = None
-) -> tuple[Tensor, ...]:
-    """Return `sort_rows` without the sorted ids, and the end of each expert's rows, int32.
-
-    Ids from `num_experts` on come last and do not count.
-    """
-    ids_R, *order = sort_rows(ids_Tk, num_rows)
-    ids_E = torch.arange(num_experts, dtype=ids_R.dtype, device=ids_R.device)
-    return *order, torch.searchsorted(ids_R, ids_E, right=True, out_int32=True)
-
-
 def permute_tokens(x_TD: Tensor, token_R: Tensor, rows_Tk: Tensor) -> Tensor:
     """Gather `x[token_R]` (R, D) of `x_TD`; the gradient of a token is the ordered sum over its
     rows.

@@ -10,7 +10,8 @@ import torch
 from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.interface import SequencePart
-from titanlite.models.moe import Router, group_by_expert
+from titanlite.models.moe import Router
+from titanlite.ops import group_by_expert
 
 CONFIG = ModelConfig(
     hidden_size=12,

@@ -21,9 +21,10 @@ from torch import nn
 
 from titanlite.checkpoint.bias import is_bias
 from titanlite.materialize.sources import Init, Source, Zeros
-from titanlite.models.moe import count_rows, dispatch_locally
+from titanlite.models.moe import dispatch_locally
 from titanlite.ops import grouped_gemm, local_tensor, permute_tokens, unpermute_sum
 from titanlite.ops.moe_experts import Exchange, moe_experts
+from titanlite.ops.routing import count_rows
 
 NAME = "titanlite"
 DISPATCH = "titanlite_dispatch"  # attribute of an experts module: its token dispatcher

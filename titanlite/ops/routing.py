@@ -1,0 +1,186 @@
+"""Choice of experts for each token, its gradient, and rows in the order of their experts.
+
+Shapes: B sequences of S tokens, T = B * S, E experts, k chosen per token, R = T * k rows.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:  # operators import only torch and triton
+    from titanlite.config.model import ModelConfig
+
+
+class Choice(NamedTuple):
+    """Chosen experts of all tokens."""
+
+    weights_Tk: Tensor  # float32, before the scaling factor
+    ids_Tk: Tensor  # int64
+    counts_BE: Tensor | None  # rows of each expert, of valid tokens only
+    sums_BE: Tensor | None  # sums of the normalized scores of valid tokens
+
+
+def choose_experts(
+    logits_BSE: Tensor,
+    expert_bias_E: Tensor,
+    valid_BS: Tensor | None,
+    config: "ModelConfig",
+    *,
+    counts: bool,
+    sums: bool,
+) -> Choice:
+    """Choose top_k experts for each token by their scores plus `expert_bias`. Weights are the
+    scores without it.
+
+    `counts` and `sums` say which of these are computed; `valid_BS` False leaves a token out of
+    both.
+    """
+    scores_BSE = _score(logits_BSE, config)
+    scores_TE = scores_BSE.flatten(0, 1)
+    choice_TE = scores_TE + expert_bias_E
+    if config.num_limited_groups < config.num_expert_groups:
+        choice_TE = _limit_groups(choice_TE, config)
+    ids_Tk = choice_TE.topk(config.top_k, dim=-1).indices
+    weights_Tk = scores_TE.gather(-1, ids_Tk)
+    if config.norm_topk_prob:
+        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+    counts_BE = sums_BE = None
+    if counts:
+        counts_BE = _count(ids_Tk, valid_BS, scores_BSE.shape[0], config.num_experts)
+    if sums:
+        share_BSE = _shares(scores_BSE, config)
+        sums_BE = (
+            share_BSE.sum(dim=1)
+            if valid_BS is None
+            else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
+        )
+    return Choice(weights_Tk, ids_Tk, counts_BE, sums_BE)
+
+
+def _score(logits_BSE: Tensor, config: "ModelConfig") -> Tensor:
+    return logits_BSE.softmax(dim=-1) if config.score_func == "softmax" else logits_BSE.sigmoid()
+
+
+def _shares(scores_BSE: Tensor, config: "ModelConfig") -> Tensor:
+    """Return each score divided by the sum of its token's scores."""
+    return (
+        scores_BSE
+        if config.score_func == "softmax"
+        else scores_BSE / scores_BSE.sum(dim=-1, keepdim=True)
+    )
+
+
+def _limit_groups(choice_TE: Tensor, config: "ModelConfig") -> Tensor:
+    """Mask all experts except the groups with the highest sum of their two best scores."""
+    grouped_TGe = choice_TE.unflatten(-1, (config.num_expert_groups, -1))
+    best_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), dim=-1).values.sum(dim=-1)
+    kept_Tg = best_TG.topk(config.num_limited_groups, dim=-1).indices
+    allowed_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, kept_Tg, True)
+    return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _count(ids_Tk: Tensor, valid_BS: Tensor | None, batch: int, num_experts: int) -> Tensor:
+    """Count each expert's valid rows per sequence, (B, E). int64, because bfloat16 counts only to
+    256 and float32 to 16.7 M.
+    """
+    ids_BR, rows_BR = ids_Tk.view(batch, -1), None
+    if valid_BS is not None:
+        rows_BR = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64).reshape(batch, -1)
+    return count_rows(ids_BR, num_experts, rows_BR)
+
+
+def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
+    """Count how often each expert is in the int64 `ids` (..., R); return (..., E). `rows` has the
+    weight of each id, by default 1.
+    """
+    rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
+    return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
+
+
+def weigh_experts(
+    logits_BSE: Tensor,
+    valid_BS: Tensor | None,
+    choice: Choice,
+    load_BE: Tensor | None,
+    config: "ModelConfig",
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of a choice with their gradient, and the sequence-wise balance loss
+    (arXiv:2412.19437, eq. 17 to 20) as a sum over this rank's tokens; None without a `load_BE`, the
+    factor of each expert's sum of normalized scores.
+    """
+    weights_Tk, ids_Tk, _, sums_BE = choice
+    return _Weights.apply(config, logits_BSE, valid_BS, weights_Tk, ids_Tk, load_BE, sums_BE)
+
+
+class _Weights(torch.autograd.Function):
+    """A normalized score has the gradient of softmax; with sigmoid scores y it is multiplied by 1 -
+    y.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        config: "ModelConfig",
+        logits: Any,
+        valid: Any,
+        weights: Any,
+        ids: Any,
+        load: Any,
+        sums: Any,
+    ) -> Any:
+        ctx.config = config
+        ctx.save_for_backward(logits, weights, ids, valid, load)
+        aux = None if load is None else torch.dot(load.flatten(), sums.flatten())
+        return weights.view_as(weights), aux
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_Tk: Tensor, daux: Tensor | None) -> tuple[Any, ...]:
+        logits_BSE, weights_Tk, ids_Tk, valid_BS, load_BE = ctx.saved_tensors
+        config = ctx.config
+        scores_BSE = _score(logits_BSE, config)
+        is_softmax = config.score_func == "softmax"
+        softmax_backward = torch.ops.aten._softmax_backward_data
+        if load_BE is None:
+            dlogits_BSE = torch.zeros_like(scores_BSE)
+        else:
+            dshare_BSE = (daux * load_BE).unsqueeze(1)
+            dshare_BSE = dshare_BSE if valid_BS is None else dshare_BSE * valid_BS.unsqueeze(-1)
+            share_BSE = _shares(scores_BSE, config)
+            dlogits_BSE = softmax_backward(
+                dshare_BSE.expand_as(share_BSE), share_BSE, -1, share_BSE.dtype
+            )
+        if config.norm_topk_prob:
+            dchosen_Tk = softmax_backward(dweights_Tk, weights_Tk, -1, weights_Tk.dtype)
+        else:
+            dchosen_Tk = dweights_Tk * weights_Tk
+            if is_softmax:
+                dlogits_BSE.addcmul_(
+                    scores_BSE, dchosen_Tk.sum(dim=-1).view(*scores_BSE.shape[:2], 1), value=-1
+                )
+        dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
+        dlogits_BSE = dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE)
+        return None, dlogits_BSE, *[None] * 5
+
+
+def group_by_expert(
+    ids_Tk: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[Tensor, ...]:
+    """Order rows by their ids, stable in the tokens; return (order_R, token_R, rows_Tk, ends_E).
+
+    `order_R`, int64, has the position in the flattened (T, k) ids of each sorted row, or of the
+    first `num_rows` rows; `token_R`, int32, has its token. `rows_Tk`, int32, has the sorted row of
+    each choice: the inverse of the whole `order_R`. `ends_E`, int32, is the end of each expert's
+    rows. Ids from `num_experts` on come last and do not count.
+    """
+    ids_R, order_R = ids_Tk.flatten().sort(stable=True)
+    arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
+    rows_R = torch.empty_like(arange_R).scatter_(0, order_R, arange_R)
+    order_R = order_R[:num_rows]
+    token_R = torch.empty_like(order_R, dtype=torch.int32)
+    torch.div(order_R, ids_Tk.shape[1], rounding_mode="floor", out=token_R)
+    ids_E = torch.arange(num_experts, dtype=ids_R.dtype, device=ids_R.device)
+    ends_E = torch.searchsorted(ids_R, ids_E, right=True, out_int32=True)
+    return order_R, token_R, rows_R.view(ids_Tk.shape), ends_E
