@@ -85,18 +85,17 @@ def _count(ids_Tk: Tensor, valid_BS: Tensor | None, batch: int, num_experts: int
     """Count each expert's valid rows per sequence, (B, E). int64, because bfloat16 counts only to
     256 and float32 to 16.7 M.
     """
-    ids_BR, rows_BR = ids_Tk.view(batch, -1), None
     if valid_BS is not None:
-        rows_BR = valid_BS.reshape(-1, 1).expand_as(ids_Tk).to(torch.int64).reshape(batch, -1)
-    return count_rows(ids_BR, num_experts, rows_BR)
+        ids_Tk = ids_Tk.masked_fill(~valid_BS.reshape(-1, 1), num_experts)
+    return count_rows(ids_Tk.view(batch, -1), num_experts)
 
 
-def count_rows(ids: Tensor, num_experts: int, rows: Tensor | None = None) -> Tensor:
-    """Count how often each expert is in the int64 `ids` (..., R); return (..., E). `rows` has the
-    weight of each id, by default 1.
+def count_rows(ids: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert is in the int64 `ids` (..., R); return (..., E). The id
+    `num_experts` does not count.
     """
-    rows = ids.new_ones(1).expand_as(ids) if rows is None else rows
-    return ids.new_zeros(*ids.shape[:-1], num_experts).scatter_add_(-1, ids, rows)
+    counts = ids.new_zeros(*ids.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, ids, ids.new_ones(1).expand_as(ids))[..., :num_experts]
 
 
 def weigh_experts(
@@ -179,8 +178,7 @@ def group_by_expert(
     arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
     rows_R = torch.empty_like(arange_R).scatter_(0, order_R, arange_R)
     order_R = order_R[:num_rows]
-    token_R = torch.empty_like(order_R, dtype=torch.int32)
-    torch.div(order_R, ids_Tk.shape[1], rounding_mode="floor", out=token_R)
+    token_R = (order_R // ids_Tk.shape[1]).int()
     ids_E = torch.arange(num_experts, dtype=ids_R.dtype, device=ids_R.device)
     ends_E = torch.searchsorted(ids_R, ids_E, right=True, out_int32=True)
     return order_R, token_R, rows_R.view(ids_Tk.shape), ends_E

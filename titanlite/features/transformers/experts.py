@@ -252,7 +252,7 @@ class TransformersExpertCounter(nn.Module):
             ids_Tk = ids_Tk.masked_fill(~self._valid_T.unsqueeze(-1), num_experts)
         # In some classes, tokens may choose to skip all experts.
         ids = ids_Tk.flatten().to(torch.int64).clamp(max=num_experts)
-        self.tokens_per_expert.copy_(count_rows(ids, num_experts + 1)[:num_experts])
+        self.tokens_per_expert.copy_(count_rows(ids, num_experts))
 
 
 def build_counters(experts: Mapping[str, nn.Module]) -> dict[int, TransformersExpertCounter]:
