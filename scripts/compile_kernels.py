@@ -37,6 +37,7 @@ from titanlite.ops import elementwise_triton as elementwise
 from titanlite.ops import gated_delta_triton as delta
 from titanlite.ops import kernels_triton as kernels
 from titanlite.ops import launchers as launch
+from titanlite.ops import routing_triton as routing
 from titanlite.ops.matmul import has_fences
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -141,6 +142,7 @@ def cases(arch: int) -> Iterator[Case]:
         yield from _decode(dtype)
         yield from _elementwise(dtype)
         yield from _adamw(dtype)
+    yield from _routing()
     if has_fences(triton.__version__):  # or torch's operators are taken
         yield from _gated_delta(launch.table_of(arch // 10, _SHARED[arch]))
         yield from _delta_inputs()
@@ -211,6 +213,29 @@ def _elementwise(dtype: str) -> Iterator[Case]:
             types |= dict.fromkeys(pointers, f"*{dtype}") | {"dw_ptr": "*fp32"}
             sizes = tuple(key for key in ("D", "stride_t", "stride_h") if key in kernel.arg_names)
             yield Case(f"{name} {variant}{dtype}", kernel, types, constants, tile, sizes)
+
+
+def _routing() -> Iterator[Case]:
+    """Cases of few experts, of Qwen3, of DeepSeek-V3 with its groups, and of Qwen3-Next."""
+    for num_experts, groups, limited in ((16, 1, 1), (128, 1, 1), (256, 8, 4), (512, 1, 1)):
+        choice = routing.sizes_of_choice(num_experts)
+        choice |= {"IS_SOFTMAX": groups == 1, "IS_NORMALIZED": num_experts > 16}
+        limits = {"NUM_GROUPS": groups, "NUM_LIMITED": limited, "K_CEIL": 8}
+        order = routing.sizes_of_order(num_experts)
+        for name, constants in {
+            "choose": choice | limits,
+            "weigh_backward": choice,
+            "count": order,
+            "place": order,
+        }.items():
+            kernel = getattr(routing, f"{name}_kernel")
+            types = dict.fromkeys(kernel.arg_names, "i32")
+            types |= {key: "*fp32" for key in types if key.endswith("_ptr")}
+            types |= dict.fromkeys(("order_ptr", "token_ptr", "rows_ptr", "ends_ptr"), "*i32")
+            types |= {"ids_ptr": "*i64", "counts_ptr": "*i32", "valid_ptr": "*i1"}
+            tile = launch.Tile(1, 1, 1, 4, 3, 1)
+            sizes = tuple(key for key in ("S", "E", "G") if key in kernel.arg_names)
+            yield Case(f"{name} {num_experts} experts", kernel, types, constants, tile, sizes)
 
 
 def _adamw(dtype: str) -> Iterator[Case]:

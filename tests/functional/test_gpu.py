@@ -10,11 +10,18 @@ import torch.distributed as dist
 
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
+from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
 from titanlite.distributed.fsdp import WeightCopies
 from titanlite.features.generate.generate import choose_tokens
-from titanlite.ops import elementwise, group_by_expert, linear_cross_entropy, permute_tokens
+from titanlite.ops import (
+    elementwise,
+    group_by_expert,
+    linear_cross_entropy,
+    permute_tokens,
+    routing,
+)
 from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import attention, build_attention_mask
 from titanlite.ops.delta_inputs import delta_inputs
@@ -353,6 +360,51 @@ def test_fused_kernels_have_the_values_of_float64_and_the_same_bits_in_every_run
     for place, (actual, wanted) in enumerate(zip(first, expected, strict=True)):
         assert relative_error(actual, wanted) < 5e-3, place
     assert_same_bits(lambda: run(inputs), first)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "func", "groups"),
+    [(128, "softmax", 1), (256, "sigmoid", 8), (384, "sigmoid", 1)],
+)
+def test_routing_has_the_values_of_float64_and_the_same_bits_in_every_run(
+    num_experts, func, groups, monkeypatch
+):
+    config = ModelConfig(
+        num_experts=num_experts,
+        top_k=8,
+        score_func=func,
+        num_expert_groups=groups,
+        num_limited_groups=max(groups // 2, 1),
+    )
+    torch.manual_seed(0)
+    # Scores of a token differ by 1 %, and sums of groups by 4e-5: rounding changes no choice.
+    logits = 8 * torch.rand(4, 4096 + 17, num_experts).argsort(-1).cuda() / num_experts - 8
+    valid = (torch.rand(4, 4096 + 17) < 0.9).cuda()
+    bias, load = torch.zeros(num_experts, device="cuda"), torch.rand(4, num_experts).cuda()
+    upstream = torch.randn(4 * (4096 + 17), 8).cuda()
+
+    def run(logits):
+        leaf = logits.detach().requires_grad_()
+        weights, ids, counts, sums = routing.choose_experts(logits, bias, valid, config, sums=True)
+        chosen = (weights, ids, load.to(leaf), sums.sum(1))
+        weights, aux = routing.WeighExperts.apply(config, leaf, valid, *chosen)
+        (gradient,) = torch.autograd.grad((weights * upstream).sum() + aux, leaf)
+        return [ids, counts.sum(1), *group_by_expert(ids, 128), weights, aux, gradient]
+
+    assert routing.takes_kernels(logits)
+    first = run(logits)
+    monkeypatch.setattr(routing, "takes_kernels", lambda x: False)
+    expected = run(logits.double())
+    monkeypatch.undo()
+    ids, counts, order, token, rows, ends, *floats = first
+    assert torch.equal(ids, expected[0]) and torch.equal(counts, expected[1])
+    wanted = ids.flatten().clamp(max=128).sort(stable=True).indices
+    assert torch.equal(order, wanted.int()) and torch.equal(token, (wanted // 8).int())
+    assert torch.equal(rows.flatten().long(), wanted.argsort())
+    assert torch.equal(ends.long(), torch.bincount(ids.flatten(), minlength=128)[:128].cumsum(0))
+    for actual, exact in zip(floats, expected[6:], strict=True):
+        assert relative_error(actual, exact) < 2e-6  # about 1e-7 in the interpreter
+    assert_same_bits(lambda: run(logits), first, runs=100)
 
 
 def test_gradients_of_experts_are_added_in_float32_with_the_same_bits_in_every_run():

@@ -31,7 +31,7 @@ from titanlite.ops import (
 from titanlite.ops.matmul import GroupedGemmBackend, wide_linear
 from titanlite.ops.moe_experts import Exchange, moe_experts
 from titanlite.ops.recompute import once_per_forward
-from titanlite.ops.routing import Choice, choose_experts, group_by_expert, weigh_experts
+from titanlite.ops.routing import WeighExperts, choose_experts, group_by_expert
 
 
 class Routing(NamedTuple):
@@ -95,11 +95,12 @@ class Router(nn.Module):
         balanced.
         """
         config = self.config
+        valid_BS = None if valid_BS is None else valid_BS.contiguous()
         logits_BSE = wide_linear(x_BSD, local_tensor(self.weight))
         if self.bias is not None:
             logits_BSE = logits_BSE + local_tensor(self.bias)
-        choice, load_BE = once_per_forward(lambda: self._choose(logits_BSE.detach(), valid_BS))
-        topk_scores_Tk, aux_loss = weigh_experts(logits_BSE, valid_BS, choice, load_BE, config)
+        chosen = once_per_forward(lambda: self._choose(logits_BSE.detach(), valid_BS))
+        topk_scores_Tk, aux_loss = WeighExperts.apply(config, logits_BSE, valid_BS, *chosen)
         if config.routed_scaling_factor != 1.0:
             topk_scores_Tk = topk_scores_Tk * config.routed_scaling_factor
         if self.training and self.z_loss_coeff:  # arXiv:2202.08906, eq. 5
@@ -109,32 +110,27 @@ class Router(nn.Module):
                 * (squares_BS if valid_BS is None else squares_BS * valid_BS).sum()
             )
             aux_loss = z_loss if aux_loss is None else aux_loss + z_loss
-        return Routing(topk_scores_Tk, choice.ids_Tk, aux_loss)
+        return Routing(topk_scores_Tk, chosen[1], aux_loss)
 
-    def _choose(self, logits_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Choice, Tensor | None]:
-        """Return the choice, and for the balance loss the scaled load of each expert, (B, E) or
-        None.
+    def _choose(self, logits_BSE: Tensor, valid_BS: Tensor | None) -> tuple[Any, ...]:
+        """Return weights and ids of the chosen experts, (T, k), and for the balance loss the scaled
+        load of each expert and the sum of its normalized scores, (B, E) or None.
         """
         config = self.config
         is_balanced = self.training and bool(self.aux_loss_coeff)
-        choice = choose_experts(
-            logits_BSE,
-            self.expert_bias,
-            valid_BS,
-            config,
-            counts=self.training,
-            sums=is_balanced,
+        weights_Tk, ids_Tk, counts_BNE, sums_BNE = choose_experts(
+            logits_BSE, self.expert_bias, valid_BS, config, sums=is_balanced
         )
-        counts_BE = choice.counts_BE
-        if counts_BE is None:
-            return choice, None
-        torch.sum(counts_BE, 0, out=self.tokens_per_expert)
+        if self.training:
+            torch.sum(counts_BNE, (0, 1), out=self.tokens_per_expert)
         if not is_balanced:
-            return choice, None
+            return weights_Tk, ids_Tk, None, None
+        counts_BE = counts_BNE.sum(1)
         for part in self.sequence_parts:
             counts_BE = part.sum(counts_BE)
         factor = self.aux_loss_coeff * config.num_experts
-        return choice, counts_BE * factor / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        load_BE = counts_BE * factor / counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        return weights_Tk, ids_Tk, load_BE, sums_BNE.sum(1)
 
 
 class Experts(Recomputable):

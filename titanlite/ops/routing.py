@@ -1,25 +1,73 @@
 """Choice of experts for each token, its gradient, and rows in the order of their experts.
 
-Shapes: B sequences of S tokens, T = B * S, E experts, k chosen per token, R = T * k rows.
+With the kernels (`routing_triton.py`) a choice and its gradient are one launch each, and the order
+is two; otherwise they are composed of torch's operators. Of equal scores the kernels choose the
+expert with the lowest number; torch does not say which.
+
+Shapes: B sequences of S tokens, T = B * S, E experts, k chosen per token, R = T * k rows, N parts
+of a sequence.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanlite.ops.kernels import define_operator, like
+from titanlite.ops.matmul import resolve_backend
+
 if TYPE_CHECKING:  # operators import only torch and triton
     from titanlite.config.model import ModelConfig
 
 
-class Choice(NamedTuple):
-    """Chosen experts of all tokens."""
+def tokens_at_once(num_experts: int) -> int:
+    """Return the number of tokens of which a program holds all scores, 2048 of them."""
+    return max(2048 >> (num_experts - 1).bit_length(), 1)
 
-    weights_Tk: Tensor  # float32, before the scaling factor
-    ids_Tk: Tensor  # int64
-    counts_BE: Tensor | None  # rows of each expert, of valid tokens only
-    sums_BE: Tensor | None  # sums of the normalized scores of valid tokens
+
+def empty_choice(logits: Tensor, bias: Any, valid: Any, top_k: int, *rest: Any) -> Any:
+    """Return the results of `choose_experts` without data."""
+    batch, size, num_experts = logits.shape
+    parts = (batch, -(-size // tokens_at_once(num_experts)), num_experts)
+    weights, sums = logits.new_empty(batch * size, top_k), logits.new_empty(parts)
+    ids = torch.empty_like(weights, dtype=torch.int64)
+    return weights, ids, torch.empty_like(sums, dtype=torch.int32), sums
+
+
+def empty_order(ids: Tensor, num_ids: int, num_rows: int) -> tuple[Tensor, ...]:
+    """Return the results of `group_by_expert` without data."""
+    shapes = (num_rows, num_rows, ids.shape, num_ids)
+    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+_KERNELS = "titanlite.ops.routing_triton"
+_choose_experts = define_operator(
+    "choose_experts(Tensor logits, Tensor bias, Tensor? valid, int top_k, int num_groups,"
+    " int num_limited, bool is_softmax, bool is_normalized) -> (Tensor, Tensor, Tensor, Tensor)",
+    _KERNELS,
+    empty_choice,
+)
+_weigh_experts_backward = define_operator(
+    "weigh_experts_backward(Tensor dweights, Tensor? daux, Tensor logits, Tensor? valid,"
+    " Tensor weights, Tensor ids, Tensor? load, bool is_softmax, bool is_normalized) -> Tensor",
+    _KERNELS,
+    like(2),
+)
+_group_rows = define_operator(
+    "group_rows(Tensor ids, int num_ids, int num_rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    _KERNELS,
+    empty_order,
+)
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Return True if the kernels serve logits, which are float32, or ids `x`. In compiled code
+    torch fuses these operations itself.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return resolve_backend("auto", x.device, torch.float32) == "triton"
 
 
 def choose_experts(
@@ -28,15 +76,27 @@ def choose_experts(
     valid_BS: Tensor | None,
     config: "ModelConfig",
     *,
-    counts: bool,
     sums: bool,
-) -> Choice:
-    """Choose top_k experts for each token by their scores plus `expert_bias`. Weights are the
-    scores without it.
+) -> tuple[Any, ...]:
+    """Choose top_k experts for each token by their scores plus `expert_bias`; all tensors are
+    contiguous.
 
-    `counts` and `sums` say which of these are computed; `valid_BS` False leaves a token out of
-    both.
+    Return (weights_Tk, ids_Tk, counts_BNE, sums_BNE). Weights, float32, are the scores without the
+    bias and before the scaling factor; ids are int64. Counts are the rows of each expert, and sums
+    those of the normalized scores, both in N parts, without tokens whose `valid_BS` is False. Sums
+    may be None unless `sums`.
     """
+    if takes_kernels(logits_BSE):
+        return _choose_experts(
+            logits_BSE,
+            expert_bias_E,
+            valid_BS,
+            config.top_k,
+            config.num_expert_groups,
+            config.num_limited_groups,
+            config.score_func == "softmax",
+            config.norm_topk_prob,
+        )
     scores_BSE = _score(logits_BSE, config)
     scores_TE = scores_BSE.flatten(0, 1)
     choice_TE = scores_TE + expert_bias_E
@@ -46,17 +106,16 @@ def choose_experts(
     weights_Tk = scores_TE.gather(-1, ids_Tk)
     if config.norm_topk_prob:
         weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-    counts_BE = sums_BE = None
-    if counts:
-        counts_BE = _count(ids_Tk, valid_BS, scores_BSE.shape[0], config.num_experts)
+    counts_B1E = _count(ids_Tk, valid_BS, scores_BSE.shape[0], config.num_experts)
+    sums_B1E = None
     if sums:
         share_BSE = _shares(scores_BSE, config)
-        sums_BE = (
-            share_BSE.sum(dim=1)
+        sums_B1E = (
+            share_BSE.sum(dim=1, keepdim=True)
             if valid_BS is None
             else valid_BS.to(share_BSE.dtype).unsqueeze(1) @ share_BSE
         )
-    return Choice(weights_Tk, ids_Tk, counts_BE, sums_BE)
+    return weights_Tk, ids_Tk, counts_B1E, sums_B1E
 
 
 def _score(logits_BSE: Tensor, config: "ModelConfig") -> Tensor:
@@ -82,12 +141,12 @@ def _limit_groups(choice_TE: Tensor, config: "ModelConfig") -> Tensor:
 
 
 def _count(ids_Tk: Tensor, valid_BS: Tensor | None, batch: int, num_experts: int) -> Tensor:
-    """Count each expert's valid rows per sequence, (B, E). int64, because bfloat16 counts only to
-    256 and float32 to 16.7 M.
+    """Count each expert's valid rows per sequence, (B, 1, E). int64, because bfloat16 counts only
+    to 256 and float32 to 16.7 M.
     """
     if valid_BS is not None:
         ids_Tk = ids_Tk.masked_fill(~valid_BS.reshape(-1, 1), num_experts)
-    return count_rows(ids_Tk.view(batch, -1), num_experts)
+    return count_rows(ids_Tk.view(batch, 1, -1), num_experts)
 
 
 def count_rows(ids: Tensor, num_experts: int) -> Tensor:
@@ -98,49 +157,35 @@ def count_rows(ids: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(-1, ids, ids.new_ones(1).expand_as(ids))[..., :num_experts]
 
 
-def weigh_experts(
-    logits_BSE: Tensor,
-    valid_BS: Tensor | None,
-    choice: Choice,
-    load_BE: Tensor | None,
-    config: "ModelConfig",
-) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of a choice with their gradient, and the sequence-wise balance loss
-    (arXiv:2412.19437, eq. 17 to 20) as a sum over this rank's tokens; None without a `load_BE`, the
-    factor of each expert's sum of normalized scores.
-    """
-    weights_Tk, ids_Tk, _, sums_BE = choice
-    return _Weights.apply(config, logits_BSE, valid_BS, weights_Tk, ids_Tk, load_BE, sums_BE)
+class WeighExperts(torch.autograd.Function):
+    """Weights of a choice, and the sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) as a
+    sum over this rank's tokens.
 
-
-class _Weights(torch.autograd.Function):
-    """A normalized score has the gradient of softmax; with sigmoid scores y it is multiplied by 1 -
-    y.
+    Operands: the configuration, logits (B, S, E), valid tokens (B, S) or None, weights and ids of
+    the choice, the load of each expert (B, E), and its sum of normalized scores, (B, E). Without a
+    load there is no loss. A normalized score has the gradient of softmax; with sigmoid scores y it
+    is multiplied by 1 - y.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        config: "ModelConfig",
-        logits: Any,
-        valid: Any,
-        weights: Any,
-        ids: Any,
-        load: Any,
-        sums: Any,
-    ) -> Any:
+    def forward(ctx: Any, config: "ModelConfig", logits: Any, valid: Any, *chosen: Any):
+        weights, ids, load, sums = chosen
         ctx.config = config
-        ctx.save_for_backward(logits, weights, ids, valid, load)
+        ctx.save_for_backward(logits, valid, weights, ids, load)
         aux = None if load is None else torch.dot(load.flatten(), sums.flatten())
         return weights.view_as(weights), aux
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_Tk: Tensor, daux: Tensor | None) -> tuple[Any, ...]:
-        logits_BSE, weights_Tk, ids_Tk, valid_BS, load_BE = ctx.saved_tensors
         config = ctx.config
-        scores_BSE = _score(logits_BSE, config)
         is_softmax = config.score_func == "softmax"
+        saved = ctx.saved_tensors
+        logits_BSE, valid_BS, weights_Tk, ids_Tk, load_BE = saved
+        if takes_kernels(logits_BSE):
+            operands = (dweights_Tk.contiguous(), daux, *saved, is_softmax, config.norm_topk_prob)
+            return None, _weigh_experts_backward(*operands), *[None] * 6
+        scores_BSE = _score(logits_BSE, config)
         softmax_backward = torch.ops.aten._softmax_backward_data
         if load_BE is None:
             dlogits_BSE = torch.zeros_like(scores_BSE)
@@ -161,7 +206,7 @@ class _Weights(torch.autograd.Function):
                 )
         dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
         dlogits_BSE = dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE)
-        return None, dlogits_BSE, *[None] * 5
+        return None, dlogits_BSE, *[None] * 6
 
 
 def group_by_expert(
@@ -169,11 +214,15 @@ def group_by_expert(
 ) -> tuple[Tensor, ...]:
     """Order rows by their ids, stable in the tokens; return (order_R, token_R, rows_Tk, ends_E).
 
-    `order_R`, int64, has the position in the flattened (T, k) ids of each sorted row, or of the
-    first `num_rows` rows; `token_R`, int32, has its token. `rows_Tk`, int32, has the sorted row of
-    each choice: the inverse of the whole `order_R`. `ends_E`, int32, is the end of each expert's
-    rows. Ids from `num_experts` on come last and do not count.
+    `order_R`, int32 from the kernels and int64 from torch, has the position in the flattened (T, k)
+    ids of each sorted row, or of the first `num_rows` rows; `token_R`, int32, has its token.
+    `rows_Tk`, int32, has the sorted row of each choice: the inverse of the whole `order_R`.
+    `ends_E`, int32, is the end of each expert's rows. Ids from `num_experts` on come last and do
+    not count.
     """
+    if takes_kernels(ids_Tk):
+        num_rows = ids_Tk.numel() if num_rows is None else num_rows
+        return _group_rows(ids_Tk.contiguous(), num_experts, num_rows)
     ids_R, order_R = ids_Tk.flatten().sort(stable=True)
     arange_R = torch.arange(order_R.numel(), dtype=torch.int32, device=order_R.device)
     rows_R = torch.empty_like(arange_R).scatter_(0, order_R, arange_R)
