@@ -205,6 +205,7 @@ _KERNELS = {
     "titanlite::gated_norm_backward": 2,
     "titanlite::delta_inputs_backward": 2,
     "titanlite::rotate_heads_backward": 4,
+    "titanlite::group_rows": 2,  # the first counts
     "torch_attn::_varlen_attn_backward": 3,
     "titanlite::sink_attention": 5,
     "titanlite::sink_attention_backward": 9,

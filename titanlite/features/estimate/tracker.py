@@ -78,6 +78,9 @@ ELEMENTWISE, HEAD, FSDP = "norms / rope / elementwise", "head and loss", "FSDP c
 OPTIMIZER = "clipping and optimizer"
 PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, OPTIMIZER)
 _ROUTING_OPS = {
+    _own.choose_experts,
+    _own.weigh_experts_backward,
+    _own.group_rows,
     _own.gather_sum,
     _aten._embedding_bag,
     _aten.index_select,

@@ -73,9 +73,8 @@ EXPERTS = 3 * INNER * D  # of an expert
 def test_products_and_collectives_are_those_of_the_layers(mode):
     parts = by_part(trace(2, experts_over(2), MODE + mode))
     again = mode == "full"
-    # The router's among them: backward multiplies the two halves of a float32 gradient, and the
-    # balance loss sums scores over tokens by a product.
-    router = ((5 + again) * D + 1) * E
+    # The router's among them: backward multiplies the two halves of a float32 gradient.
+    router = (5 + again) * D * E
     assert parts[tracker.DENSE].flops == ((3 + again) * DENSE + router) * 2 * T * LAYERS
     # Two products over all pairs of a row in forward and five in backward, half of them above the
     # diagonal.
