@@ -1,5 +1,5 @@
-"""Every kernel in every configuration compiles for real GPUs, without one:
-scripts/compile_kernels.py.
+"""The kernels compile for real GPUs, without one: scripts/compile_kernels.py. The most used ones
+each day, and every one in every configuration once a week.
 """
 
 import os
@@ -13,11 +13,13 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "compile_kernels.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("archs", ["90", pytest.param("80,100", marks=pytest.mark.full)])
-def test_kernels_compile_with_tensor_cores_and_without_spills(archs):
+@pytest.mark.parametrize(
+    ("archs", "names"), [("90", "bf16"), pytest.param("80,90,100", "", marks=pytest.mark.full)]
+)
+def test_kernels_compile_with_tensor_cores_and_without_spills(archs, names):
     pytest.importorskip("triton.backends.nvidia", reason="needs triton with its NVIDIA backend")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--arch", archs]
+    command = [sys.executable, str(SCRIPT), "--arch", archs, "-k", names]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"sm_{arch}" in done.stdout for arch in archs.split(","))
