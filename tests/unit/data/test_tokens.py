@@ -1,16 +1,15 @@
 import copy
-import json
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from files import read_json, write_json
 from tokenizers.processors import TemplateProcessing
 
-import titanlite
 from titanlite.data import build_corpus
+from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data import tokens as tokens_module
 from titanlite.data.tokenizer import END_OF_TEXT, build_tokenizer
 from titanlite.data.tokens import build_tokens
@@ -174,45 +173,27 @@ def test_damaged_cache_is_rebuilt(data, tokenizer, damage):
     assert not list(file.parent.glob("*.tmp"))
 
 
-# Two processes meet before they start; each notes what it builds, and takes so long that the other
-# must wait.
-BUILDER_SCRIPT = """
-import sys, time
-from pathlib import Path
-from titanlite.config.data import DataSection
-from titanlite.data import build_corpus, tokenizer, tokens
-from titanlite.data.tokenizer import build_tokenizer
-from titanlite.data.tokens import build_tokens
-folder, path, me = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-def slow(name, function):
-    def run(*args):
-        with (folder / "builds").open("a") as file:
-            file.write(name + "\\n")
-        time.sleep(0.4)
-        return function(*args)
-    return run
-tokenizer.train_bpe = slow("bpe", tokenizer.train_bpe)
-tokens._write = slow("tokens", tokens._write)
-data = DataSection(dataset="text", path=path, bpe_vocab_size=300, cache_folder=str(folder / "cache"))
-(folder / f"ready-{me}").touch()
-while len(list(folder.glob("ready-*"))) < 2:
-    time.sleep(0.001)
-corpus = build_corpus(data)
-print(build_tokens(data, corpus, build_tokenizer(data, corpus)).tokens.tolist())
-"""  # noqa: E501
+def test_concurrent_processes_build_once(data, run_ranks, tmp_path, monkeypatch):
+    """Each notes what it builds, and takes so long that the other must wait."""
 
+    def slow(module, name):
+        function = getattr(module, name)
 
-def test_concurrent_processes_build_once(text_folder, tmp_path):
-    commands = [
-        [sys.executable, "-c", BUILDER_SCRIPT, str(tmp_path), str(text_folder), me] for me in "ab"
-    ]
-    root = Path(titanlite.__file__).parents[1]
-    processes = [
-        subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert outputs[0] == outputs[1]
-    assert len(json.loads(outputs[0])) > 1000
-    assert (tmp_path / "builds").read_text().split() == ["bpe", "tokens"]
+        def run(*args):
+            with (tmp_path / "builds").open("a") as file:
+                file.write(f"{name}\n")
+            time.sleep(0.4)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, run)
+
+    def rank_main():
+        corpus = build_corpus(data)
+        dist.barrier()
+        return build_tokens(data, corpus, build_tokenizer(data, corpus)).tokens.tolist()
+
+    slow(tokenizer_module, "train_bpe")
+    slow(tokens_module, "_write")
+    first, second = run_ranks(2, rank_main)
+    assert first == second and len(first) > 1000
+    assert (tmp_path / "builds").read_text().split() == ["train_bpe", "_write"]
