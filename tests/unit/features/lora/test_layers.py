@@ -1,24 +1,34 @@
 """LoRA on one process: what is trained, what it computes, and that peft computes the same from what
-was saved.
+was saved. `export --merge`: base + alpha / rank * B A in float64, rounded once.
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.func import functional_call
+from transformers import AutoModelForCausalLM
 
+from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.commit import commit_folder
 from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
-from titanlite.features.lora.layers import adapters_disabled, apply_lora
+from titanlite.features.lora.layers import (
+    LoRAExperts,
+    LoRALinear,
+    adapted_modules,
+    adapters_disabled,
+    apply_lora,
+)
 from titanlite.features.lora.peft_format import (
     adapter_checkpoint,
     adapter_files,
     write_adapter_config,
 )
+from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 from titanlite.models.interface import is_adapter
@@ -50,11 +60,16 @@ def tokens_of(config, seed=0):
     return torch.randint(config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(seed))
 
 
-def save(folder, model, plan, section, base="base"):
+def save(folder, model, plan, section, base=("base", None, None)):
+    """Save the adapters; `base` is a folder, and what is saved there: a model or None, a dtype."""
+    place, base_model, dtype = base
+
     def rest(path):
-        write_adapter_config(path, model, section, str(base))
+        write_adapter_config(path, model, section, str(place))
 
     commit_folder(folder, adapter_files(plan), render("the adapters", rest))
+    if base_model is not None:
+        save_hf_model(base_model, materialize(base_model, "cpu"), None, place, dtype)
 
 
 @pytest.fixture
@@ -159,32 +174,52 @@ def test_dropout_acts_in_training_only(tiny):
         assert torch.equal(model(tokens), model(tokens))
 
 
-PEFT = [
-    ("llama", "q_proj, layers.1.*", True),
-    ("qwen3_moe", "", False),
-    ("qwen3_moe", "experts.down_proj, o_proj", True),
-    ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False),
-    ("qwen3_next", "", False),
-    ("qwen3_5_moe_text", "in_proj_qkv, gate_up_proj", True),
+# The dtype is that of the base model's folder.
+CASES = [
+    ("llama", "q_proj, layers.1.*", True, torch.bfloat16),
+    ("qwen3_moe", "", False, torch.float32),
+    ("qwen3_moe", "experts.down_proj, o_proj", True, torch.float32),
+    ("dots1", "shared_experts.*, layers.0.mlp.up_proj", False, torch.float32),
+    ("qwen3_next", "", False, torch.float32),
+    ("qwen3_5_moe_text", "in_proj_qkv, gate_up_proj", True, torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "targets", "rslora"), PEFT, ids=[f"{f}-{t or 'all'}" for f, t, _ in PEFT]
-)
+def expected_weights(model, base_dtype, as_stored):
+    """base + scaling * B A in float64, by name and in the form of transformers."""
+    found = {}
+    for name, module in adapted_modules(model).items():
+        if isinstance(module, LoRALinear):
+            pairs = {"weight": (module.lora_A, module.lora_B)}
+        else:
+            assert isinstance(module, LoRAExperts)
+            prefixes = {weight: weight.removesuffix("proj") for weight in module.adapted}
+            pairs = {
+                w: (getattr(module, f"{p}lora_A"), getattr(module, f"{p}lora_B"))
+                for w, p in prefixes.items()
+            }
+        for weight, (a, b) in pairs.items():
+            base = getattr(module, weight).detach().to(base_dtype).double()
+            full = base + module.scaling * (b.detach().double() @ a.detach().double())
+            key, stored = as_stored(f"{name}.{weight}", full, model.config)
+            found[key] = stored
+    return found
+
+
+@pytest.mark.parametrize(("family", "targets", "rslora", "dtype"), CASES)
 # peft asks for it
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_peft_computes_the_same_from_what_was_saved(
-    tiny, tmp_path, one_rank, family, targets, rslora
+def test_peft_and_a_merged_export_compute_the_same_from_what_was_saved(
+    tiny, tmp_path, one_rank, monkeypatch, family, targets, rslora, dtype
 ):
-    from peft import PeftModel
-
+    # every weight in several parts
+    monkeypatch.setattr("titanlite.features.lora.merge._CHUNK_ELEMENTS", 500)
     config = tiny.config(family)
     section = replace(SECTION, targets=targets, use_rslora=rslora)
     base = tiny.ours(config)
     model, plan = build(config, section, base=base)
     folder = tmp_path / "adapter"
-    one_rank(lambda: save(folder, model, plan, section))
+    one_rank(lambda: save(folder, model, plan, section, (tmp_path / "base", base, dtype)))
     theirs = PeftModel.from_pretrained(tiny.theirs(config, base), folder)
 
     stored = load_file(folder / "adapter_model.safetensors")
@@ -205,6 +240,22 @@ def test_peft_computes_the_same_from_what_was_saved(
     for name, param in again.named_parameters():
         if is_adapter(name):
             assert torch.equal(param, model.get_parameter(name)), name
+
+    out, name = tmp_path / "merged", str(dtype).removeprefix("torch.")
+    assert main([str(folder), str(out), "--merge", "--dtype", name]) == 0
+    assert not (out / "adapter_config.json").exists() and (out / "config.json").exists()
+    weights, unmerged = (
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype).named_parameters())
+        for name in ("merged", "base")
+    )
+    wanted = expected_weights(model, dtype, tiny.as_stored)
+    assert wanted and weights.keys() >= wanted.keys()
+    for key, weight in weights.items():
+        if key in wanted:
+            assert torch.equal(weight, wanted[key].to(dtype)), key
+            assert not torch.equal(weight, unmerged[key]), key
+        else:
+            assert torch.equal(weight, unmerged[key]), key
 
 
 def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
@@ -230,3 +281,32 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
         CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"
     ):
         adapter_checkpoint(folder, SECTION, model)
+
+
+def test_what_does_not_fit_the_base_model_is_one_error(tiny, tmp_path, one_rank, capsys):
+    base = tiny.ours(tiny.config("qwen3"))
+    section = replace(SECTION, targets="q_proj, k_proj")
+    model, plan = build(base.config, section)
+    adapter = tmp_path / "adapter"
+    place = (tmp_path / "base", base, torch.float32)
+    one_rank(lambda: save(adapter, model, plan, section, place))
+    assert main([str(adapter), str(tmp_path / "out")]) == 2
+    assert "adapters without their model. Add --merge" in capsys.readouterr().err
+
+    (adapter / "titanlite/manifest.json").unlink()
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0.self_attn"
+    del tensors[f"{first}.q_proj.lora_B.weight"]
+    tensors[f"{first}.k_proj.lora_A.weight"] = torch.zeros(4, 7)
+    tensors["base_model.model.model.layers.0.self_attn.x_proj.lora_A.weight"] = torch.zeros(4, 7)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
+    text = capsys.readouterr().err
+    for words in (
+        "3 problems",
+        f"{first}.q_proj.lora_B.weight: missing.",
+        "shapes (4, 7) and (32, 4) (lora_B) do not fit rank 4 and the model's weight (32, 64)",
+        "x_proj.lora_A.weight: the model has no weight for this adapter.",
+    ):
+        assert words in text
+    assert not (tmp_path / "out").exists()
