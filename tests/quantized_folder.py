@@ -6,6 +6,8 @@ import torch
 from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
+from titanlite.materialize import ReadRequest
+
 _PLAIN = ("norm", "embed", "lm_head", "gate.weight", "conv1d")
 _E2M1 = [sign * value for sign in (1.0, -1.0) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
 
@@ -83,6 +85,13 @@ def write_mxfp4(folder, exponents=(90, 140)):
         },
     )
     return expected
+
+
+def read_region(reader, name, region, dtype=torch.float32):
+    """Return what `reader` reads of a region of the tensor `name`."""
+    shard = torch.full(region.lengths, float("nan"), dtype=dtype)
+    reader.read([ReadRequest(name, region, shard)])
+    return shard
 
 
 def _edit_config(folder, quantization):

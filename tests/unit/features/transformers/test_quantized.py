@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from files import read_json
-from quantized_folder import write_fp8, write_mxfp4
+from quantized_folder import read_region, write_fp8, write_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
 
-from titanlite.base.errors import ConfigError, PlanError, VerifyError
+from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.transformers.build import build_transformers
-from titanlite.materialize import ReadRequest, Region, materialize
+from titanlite.materialize import Region, materialize
 from titanlite.models.families.config_json import transformers_config
 
 BLOCK = (8, 16)
@@ -101,13 +101,9 @@ def test_other_forms_of_factors(
     if suffix != "_scale":
         name = "model.layers.1.mlp.experts.down_proj"
         for region in (Region((2, 0, 0), (1, 64, 64)), Region((0, 5, 15), (4, 4, 18))):
-            assert torch.equal(read(source.reader, name, region), expected[name][region.slices])
-
-
-def read(reader, name, region):
-    shard = torch.full(region.lengths, float("nan"))
-    reader.read([ReadRequest(name, region, shard)])
-    return shard
+            assert torch.equal(
+                read_region(source.reader, name, region), expected[name][region.slices]
+            )
 
 
 def fused(tensors):
@@ -155,38 +151,9 @@ def test_a_region_of_mxfp4_takes_its_own_rows(tmp_path):
         Region((3, 17, 5), (1, 20, 3)),  # blocks cut
         Region((4, 0, 0), (0, 64, 128)),
     ):
-        assert torch.equal(read(source.reader, name, region), expected[name][region.slices]), region
-
-
-def change_scale(tensors):
-    tensors["model.layers.0.mlp.experts.down_proj_scales"][1, 2, 0] = 255
-
-
-def drop_scales(tensors):
-    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
-
-
-def cut_scales(tensors):
-    key = "model.layers.0.mlp.experts.down_proj_scales"
-    tensors[key] = tensors[key][:, :-1].contiguous()
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (change_scale, r"layers\.0\.mlp\.experts\.down_proj: not filled, or NaN, in 32 of"),
-        (drop_scales, r"down_proj: missing"),
-        (cut_scales, r"down_proj_scales has shape \(4, 63, 2\), which does not fit \(4, 64, 64\)"),
-    ],
-)
-def test_damaged_mxfp4_is_refused(tmp_path, edit, message):
-    folder = save("gpt_oss", tmp_path / "gpt_oss")
-    write_mxfp4(folder)
-    stored = load_file(folder / "model.safetensors")
-    edit(stored)
-    save_file(stored, folder / "model.safetensors")
-    with pytest.raises((PlanError, VerifyError), match=message):
-        load(folder)
+        assert torch.equal(
+            read_region(source.reader, name, region), expected[name][region.slices]
+        ), region
 
 
 @pytest.mark.parametrize(
