@@ -39,18 +39,11 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.computed, self.on_meta, self.drawn, self.chained = (
-            empty(16),
-            empty(16),
-            empty(),
-            empty(),
-        )
-        self.kaiming, self.flax, self.lecun, self.eye, self.orthogonal = (empty() for _ in range(5))
-        self.sliced, self.data_row, self.scaled, self.covered, self.plain = (
-            empty() for _ in range(5)
-        )
+        self.computed, self.drawn, self.chained = empty(16), empty(), empty()
+        self.flax, self.orthogonal, self.sliced = empty(), empty(), empty()
+        self.data_row, self.scaled, self.covered, self.plain = (empty() for _ in range(4))
         # Only these lines write the following parameters.
-        self.two_rows, self.column = empty(), empty(16, 16)
+        self.two_rows, self.large_row, self.column = empty(), empty(), empty(16, 16)
         self.alpha = nn.Parameter(torch.log(torch.expm1(torch.tensor(0.8))).unsqueeze(0))
         self.legacy_values = nn.Parameter(torch.normal(0.0, 0.5, size=SHAPE))
         self.attention = nn.MultiheadAttention(16, 2)
@@ -88,13 +81,9 @@ class OddModel(PreTrainedModel):
             init.zeros_(module.weight.data[module.padding_idx])
         elif isinstance(module, Odd):
             init.copy_(module.computed, torch.log(torch.arange(1.0, 17.0)))
-            init.copy_(module.on_meta, torch.arange(16, device=module.on_meta.device).float())
             init.copy_(module.drawn, torch.empty(SHAPE).uniform_(0.01, 16).log_())
             init.copy_(module.chained, init.uniform_(module.chained, a=1.0, b=16.0).log())
-            init.kaiming_uniform_(module.kaiming, a=math.sqrt(5))
             init.default_flax_embed_init_(module.flax)
-            init.lecun_normal_(module.lecun)
-            init.eye_(module.eye)
             init.orthogonal_(module.orthogonal, gain=2.0)
             init.ones_(module.sliced[:4])
             init.normal_(module.sliced[4:], std=0.1)
@@ -103,12 +92,15 @@ class OddModel(PreTrainedModel):
             init.normal_(module.two_rows)
             init.zeros_(module.two_rows[3])
             init.zeros_(module.two_rows[5])
+            init.normal_(module.large_row)
+            init.constant_(module.large_row[3], 50.0)
             init.normal_(module.column)
             init.zeros_(module.column[:, 0])
             init.kaiming_uniform_(module.scaled, a=math.sqrt(5))
             init.copy_(module.scaled, module.scaled / math.sqrt(8))
             init.orthogonal_(module.covered)
             init.normal_(module.covered, std=0.3)
+            init.ones_(module.plain)
             module.plain.data.normal_(mean=1.0, std=0.5)
             init.uniform_(module.legacy)
 
