@@ -4,6 +4,7 @@ itself.
 
 import pytest
 import torch
+from files import read_table
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -12,34 +13,9 @@ from titanlite.config.model import ROPE_FIELDS
 from titanlite.ops import inverse_frequencies, rope_cos_sin
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        RopeScaling("llama3", 4.0, 1.5, 3.0, 512),
-        RopeScaling("linear", factor=4.0),
-        RopeScaling(
-            "yarn", factor=2.5, original_max_position_embeddings=4096, beta_fast=20.0, beta_slow=2.0
-        ),
-        RopeScaling(
-            "yarn",
-            factor=8.0,
-            original_max_position_embeddings=512,
-            truncate=False,
-            attention_factor=1.25,
-        ),
-        RopeScaling(
-            "yarn",
-            factor=40.0,
-            original_max_position_embeddings=4096,
-            mscale=1.0,
-            mscale_all_dim=0.707,
-        ),
-        RopeScaling("yarn", factor=1.0, original_max_position_embeddings=4096),
-        # hardly a turn: all are divided
-        RopeScaling("yarn", factor=4.0, original_max_position_embeddings=8),
-    ],
-)
-def test_scaled_frequencies_equal_transformers(scaling):
+@pytest.mark.parametrize("given", read_table("rope_scalings")["scalings"], ids=str)
+def test_scaled_frequencies_equal_transformers(given):
+    scaling = RopeScaling(**given)
     for theta, head_dim in [(10000.0, 128), (1000000.0, 16)]:
         names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
         parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}

@@ -23,31 +23,8 @@ from titanlite.preflight import check_arguments
 
 TABLE = read_table("first_configurations")
 TRAINED, REFUSED = TABLE["trained"], TABLE["refused"]
-SIZES = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-}
 ALPACA = [{"instruction": f"add {i}", "input": "", "output": "yes"} for i in range(30)]
 ROWS = {name: [json.loads(row)] * 30 for name, row in TABLE["rows"].items()} | {"alpaca": ALPACA}
-FILES = {
-    "book.txt": "one two " * 99,
-    "books/a.txt": "one two " * 99,
-    "notes/a.md": "one two " * 99,
-    **{
-        f"splits/{name}.jsonl": json.dumps(ALPACA[0]) + "\n"
-        for name in ("train", "test", "validation")
-    },
-}
 MODEL = '[model]\npath = "model"\n'
 SHORT = "[training]\nseq_len = 64\nsteps = 10\n"
 
@@ -75,14 +52,14 @@ def run(
     caplog.set_level("INFO", logger=logger.name)
     if not (folder / "model").exists():
         make_tokenizer().save_pretrained("model")
-        write_json(Path("model/config.json"), SIZES | {"architectures": ["Qwen3ForCausalLM"]})
+        write_json(Path("model/config.json"), TABLE["config_json"])
         for name, rows in ROWS.items():
             write_lines(Path(f"{name}.jsonl"), rows)
         dataset = datasets.Dataset.from_list(ALPACA)
         dataset.to_parquet("alpaca.parquet")
         dataset.to_csv("alpaca.csv")
         datasets.DatasetDict({"train": dataset}).save_to_disk("saved")
-        for name, text in FILES.items():
+        for name, text in TABLE["files"].items():
             Path(name).parent.mkdir(exist_ok=True)
             Path(name).write_text(text)
         Path("latin.csv").write_bytes(

@@ -5,7 +5,7 @@ refusals.
 import pytest
 import torch
 import transformers
-from files import write_json
+from files import read_table, write_json
 from tiny_transformers import ALL_MODELS, VOCAB_SIZE
 
 from titanlite.base.errors import ConfigError, PlanError
@@ -147,48 +147,8 @@ def test_auto_takes_the_native_decoder_where_it_can(
     assert isinstance(config, TransformersConfig) is not native
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "overrides", "message"),
-    [
-        (
-            "gemma3_text",
-            {},
-            ["--model.implementation=native"],
-            "model_type 'gemma3_text' has no native decoder",
-        ),
-        (
-            "gemma3_text",
-            {"model_type": "gemma99"},
-            [],
-            "'gemma99' has neither a native decoder nor a class",
-        ),
-        ("gemma3_text", {"hidden_size": "wide"}, [], "transformers refuses it"),
-        (
-            "gemma3_text",
-            {},
-            ["--parallelism.tensor_parallel_degree=2"],
-            r"degree = 2: Gemma3.* Set it to 1: data_",
-        ),
-        (
-            "gpt_oss",
-            {"num_local_experts": 3},
-            ["--parallelism.expert_parallel_degree=2"],
-            r"\(2\) does not divide",
-        ),
-        (
-            "mixtral",
-            {},
-            ["--moe.aux_loss_coeff=0.1"],
-            r"moe\.aux_loss_coeff = 0\.1: MixtralForCausalLM",
-        ),
-        (
-            "mixtral",
-            {},
-            ["--activation_checkpoint.mode=keep_attention"],
-            "'keep_attention' by operation works only in titanlite's layers",
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_said(tmp_path, name, changes, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        job(tmp_path, ALL_MODELS[name]().to_dict() | changes, *overrides)
+@pytest.mark.parametrize("case", read_table("transformers_refusals")["refused"], ids=str)
+def test_what_cannot_be_done_is_said(tmp_path, case):
+    hf = ALL_MODELS[case["model"]]().to_dict() | case.get("changes", {})
+    with pytest.raises(ConfigError, match=case["says"]):
+        job(tmp_path, hf, *case.get("overrides", []))
