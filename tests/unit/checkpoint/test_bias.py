@@ -6,33 +6,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_transformers import TEXT_MODELS
 
 from tests.loading import load, refusal
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
-EXPERTS = GROUPED | {
-    "num_hidden_layers": 4,
-    "head_dim": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-MIXTURES = {
-    "glm4_moe": transformers.Glm4MoeConfig(**EXPERTS, first_k_dense_replace=1),
-    "deepseek_v3": transformers.DeepseekV3Config(
-        **EXPERTS | {"num_key_value_heads": 4},
-        first_k_dense_replace=1,
-        n_group=2,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    ),
-}
-
 
 KINDS = [
     ("glm4_moe", "native"),
@@ -48,7 +24,8 @@ def mixture(request, tmp_path):
     """
     name, implementation = request.param
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(MIXTURES[name]).save_pretrained(tmp_path)
+    config = TEXT_MODELS[name](num_hidden_layers=4, n_routed_experts=8)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
 
     def change(function):

@@ -1,6 +1,4 @@
-"""Checkpoints whose keys differ from the model's, as other training programs save them, and values
-that are not finite.
-"""
+"""Checkpoints whose keys differ from the model's, as other training programs save them."""
 
 from itertools import cycle
 
@@ -8,18 +6,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_transformers import TEXT_MODELS, TEXT_SIZES
 
 from tests.loading import load, refusal
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GROUPED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 64}
 DENSE = {
-    "qwen3, tied": transformers.Qwen3Config(**GROUPED, head_dim=8, tie_word_embeddings=True),
-    "qwen3, untied": transformers.Qwen3Config(**GROUPED, head_dim=8, tie_word_embeddings=False),
-    "gemma2, tied": transformers.Gemma2Config(**GROUPED, head_dim=8),
+    "qwen3, tied": TEXT_MODELS["qwen3"](),
+    "qwen3, untied": TEXT_MODELS["qwen3"](tie_word_embeddings=False),
+    "gemma2, tied": transformers.Gemma2Config(**TEXT_SIZES, head_dim=8),
     "gpt2, tied": transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
-    "mixtral, untied": transformers.MixtralConfig(**GROUPED, num_local_experts=4),
-    "gpt_neox, untied": transformers.GPTNeoXConfig(**SIZES, intermediate_size=64),
+    "mixtral, untied": TEXT_MODELS["mixtral"](),
+    "gpt_neox, untied": transformers.GPTNeoXConfig(**TEXT_SIZES),
 }
 TOKENS = torch.arange(12)[None]
 
@@ -86,6 +83,3 @@ def test_the_base_models_prefix_is_as_in_from_pretrained(models, tmp_path, name,
         torch.testing.assert_close(
             load(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5
         )
-
-
-# ---- values that are not finite ----

@@ -10,8 +10,8 @@ import torch
 from files import read_json, write_json
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig, EvaConfig, LoraGAConfig, LoraRuntimeConfig
-from tiny_transformers import shift_adapters
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_transformers import TEXT_MODELS, shift_adapters
+from transformers import AutoModelForCausalLM
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.hf_model import weights_of
@@ -67,16 +67,7 @@ PLAIN = [
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    }
-    config = Qwen3Config(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2
-    )
+    config = TEXT_MODELS["qwen3"](initializer_range=0.2, tie_word_embeddings=False)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -6,8 +6,7 @@ import pytest
 import torch
 from files import write_json
 from peft import PeftModel
-from tiny_transformers import shift_adapters
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny_transformers import TEXT_SIZES, shift_adapters, word_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from titanlite.__main__ import main
@@ -15,42 +14,15 @@ from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.features.lora import merge
 from titanlite.features.tools.models import find_base, find_model
 
-WORDS = "the quick brown fox over lazy dog reads a page of old news in sun"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}{% if "
-    "add_generation_prompt %}<|im_start|> fox{% endif %}"
-)
-
-
-def save_tokenizer(folder):
-    vocab = {
-        word: i for i, word in enumerate(["<unk>", "<|im_start|>", "<|im_end|>", *WORDS.split()])
-    }
-    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, unk_token="<unk>", eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
 
 def save_model(folder):
-    sizes = {
-        "vocab_size": 18,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "head_dim": 8,
-    }
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    tokenizer = word_tokenizer([])
+    tokenizer.save_pretrained(folder)
+    sizes = TEXT_SIZES | {"vocab_size": len(tokenizer), "head_dim": 8}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(**sizes, **moe)
-    config.initializer_range = 0.3
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **moe, initializer_range=0.3))
+    model.save_pretrained(folder)
 
 
 def save_adapter(base, folder, **settings):
@@ -75,7 +47,7 @@ def expect(base, adapter, prompt):
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
     )
     text = tokenizer.decode(out[0, ids.shape[1] :])
-    return text.removesuffix("<|im_end|>").strip()
+    return text.removesuffix("<eos>").strip()
 
 
 # peft's
@@ -91,7 +63,7 @@ def test_adapters_generate_what_peft_generates(tmp_path, capsys, monkeypatch):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     save_model(base)
     save_adapter(base, adapter, **EXPERTS)
-    prompt = "the quick brown fox"
+    prompt = "what is this red"
     expected, plain = (expect(base, folder, prompt) for folder in (adapter, None))
     assert expected != plain, "the adapters change nothing"
     for folder, more, text in ((adapter, [], expected), (base, ["--do-sample", "false"], plain)):

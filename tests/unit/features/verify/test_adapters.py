@@ -7,7 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_transformers import TEXT_MODELS
+from transformers import Qwen3ForCausalLM
 
 from titanlite.features.tools.verify import main
 
@@ -19,10 +20,8 @@ KEY = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     torch.manual_seed(5)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     folder = tmp_path_factory.mktemp("base")
-    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
+    Qwen3ForCausalLM(TEXT_MODELS["qwen3"]()).save_pretrained(folder)
     return folder
 
 
