@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def kill_tree(pid):
     for each in [pid, *descendants(pid)]:
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def run_python(code, *arguments, timeout=120, **options):
+    """Run `code` in a new Python like `subprocess.run`, with captured output as text."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
 def run_to_end(

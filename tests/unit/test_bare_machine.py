@@ -2,9 +2,9 @@
 and transformers.
 """
 
-import subprocess
-import sys
 from pathlib import Path
+
+from processes import run_python
 
 ROOT = Path(__file__).parents[2]
 # Dependencies of titanlite and of its tests, and some more, that such an image lacked.
@@ -51,9 +51,6 @@ def test_scripts_and_tests_of_gpus_need_nothing_else(tmp_path):
         "[model]\nflavor = 'debug'\n[model.overrides]\nnum_layers = 3\n[data.sources.a]\npath = "
         "'x'\n"
     )
-    command = [sys.executable, "-c", _CODE, str(config)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
-    )
+    done = run_python(_CODE, str(config), cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checked " in done.stdout and "checked 0" not in done.stdout

@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from processes import run_python
+
 from titanlite.__main__ import _MODULES
 from titanlite.config import load_config
 from titanlite.config.settings import TABLES, find_setting, get_settings
@@ -215,9 +217,7 @@ def test_materialize_example_runs():
     example, *_ = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/materialize.md").read_text(), flags=re.S
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python(example, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "error"})
     assert done.returncode == 0, done.stderr
     assert "init normal(std=0.02)" in done.stdout
 

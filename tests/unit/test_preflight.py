@@ -2,13 +2,12 @@
 everything.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from files import write_json
+from processes import run_python
 
 from titanlite import __version__
 from titanlite.__main__ import main as run_command
@@ -38,9 +37,7 @@ def test_does_not_wait_for_torch(path):
         f"'--config', {path!r}]); sys.exit(code or ('torch' in sys.modules or 'transformers' in "
         "sys.modules))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run_python(code, cwd=ROOT)
     assert result.returncode == 0, result.stderr
 
 
@@ -94,8 +91,7 @@ def test_a_python_without_the_packages_says_so(path):
         "import sys; sys.modules['omegaconf'] = None; from titanlite.__main__ import main; "
         "sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "check", "--config", path, "--world-size", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    result = run_python(code, "check", "--config", path, "--world-size", "1", cwd=ROOT)
     assert result.returncode == 2
     assert "has no package 'omegaconf'. Activate the environment" in result.stderr
     assert "Traceback" not in result.stderr

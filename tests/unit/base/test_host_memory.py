@@ -1,9 +1,9 @@
 """Memory that a CPU rank has freed."""
 
-import subprocess
 import sys
 
 import pytest
+from processes import run_python
 
 FAULTS_OF_NEW_TENSORS = """
 import resource, torch
@@ -28,9 +28,7 @@ print(faults(keep=False), faults(keep=True))
     not sys.platform.startswith("linux"), reason="only glibc gives memory back so eagerly"
 )
 def test_freed_memory_is_used_again_without_page_faults():
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS_OF_NEW_TENSORS], capture_output=True, text=True, check=True
-    )
+    done = run_python(FAULTS_OF_NEW_TENSORS, check=True)
     default, kept = map(int, done.stdout.split())
     if default <= 100:
         pytest.skip(f"this kernel makes or counts {default} page faults for 13,312 pages")

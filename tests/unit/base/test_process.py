@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import run_python
 
 from titanlite.base.process import count_threads
 
@@ -35,23 +36,13 @@ atexit.register(print, "handled")
 """
 
 
-def _end_with_a_busy_group(folder, code):
-    command = [sys.executable, "-c", RANK]
-    with subprocess.Popen([*command, "1", str(folder), "0"]):
-        return subprocess.run(
-            [*command, "0", str(folder), str(code)], capture_output=True, text=True, timeout=60
-        )
-
-
 def test_control_c_before_training_ends_a_process_without_a_traceback():
     script = (
         "import os, signal; from titanlite.base.process import begin_process; "
         "begin_process(lossy=True); "
     )
     script += "os.kill(os.getpid(), signal.SIGINT); import torch"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(script)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -65,14 +56,12 @@ if "{module}" == "titanlite.__main__":
         entry.main(["inspect", "--help"])
 print("torch" in __import__("sys").modules, gc.isenabled(), gc.get_stats()[2]["collections"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.split() == ["True", "True", "0"]
+    assert run_python(script, check=True).stdout.split() == ["True", "True", "0"]
 
 
 def test_a_rank_ends_with_its_own_code_while_the_thread_of_a_group_drops_a_tensor(tmp_path):
-    done = _end_with_a_busy_group(tmp_path, 7)
+    with subprocess.Popen([sys.executable, "-c", RANK, "1", str(tmp_path), "0"]):
+        done = run_python(RANK, "0", str(tmp_path), "7")
     assert (done.returncode, done.stdout, done.stderr) == (7, "handled\n", "")
 
 
@@ -88,10 +77,7 @@ with lean_imports():
     os.last = Last()  # this module's own names are kept by the exception that ends it
 leave(5)
 """
-    environment = {**os.environ, "NSYS_PROFILING_SESSION_ID": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment
-    )
+    done = run_python(script, env={**os.environ, "NSYS_PROFILING_SESSION_ID": "1"})
     assert (done.returncode, done.stdout) == (5, "torn down")
 
 
@@ -109,9 +95,7 @@ with lean_imports():
 print("printed")
 leave({code}, at_once={at_once})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(script)
     assert (done.returncode, done.stdout.split()) == (
         code,
         ["printed"] if at_once else ["printed", "handled"],

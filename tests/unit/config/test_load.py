@@ -4,13 +4,13 @@ save_resolved.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from processes import run_python
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, find_changes, format_changes, load_config, save_resolved
@@ -18,9 +18,8 @@ from titanlite.config.check import check_values, find_ignored
 from titanlite.config.defaults import fill_in
 from titanlite.config.settings import get_settings, get_value
 
-# Tests share a busy machine: nothing here is timed. 50 examples of 12 ms each keep a property under
-# a second.
-PROPERTY = settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+# Tests share a busy machine: nothing here is timed.
+PROPERTY = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 ROOT = Path(__file__).parents[3]
 BASE = '[model]\nflavor = "30B-A3B"\n'
@@ -235,7 +234,7 @@ def build_job(chosen):
 EVERY_CONTROL = "".join(map(chr, range(0x21))) + '\x7f\x80\u2028\U0001f600"\\'
 
 
-@settings(PROPERTY, max_examples=25)
+@PROPERTY
 @given(chosen=assignments)
 @example(chosen=[(get_settings()["job.description"], EVERY_CONTROL)])
 @example(chosen=[(get_settings()["optimizer.lr"], 5e-324)])
@@ -302,10 +301,7 @@ def test_import_is_light():
         "print(json.dumps(sorted({name.partition('.')[0] for name in set(sys.modules) - before})))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    added = set(json.loads(result.stdout))
+    added = set(json.loads(run_python(code, env=environment, check=True).stdout))
     assert "titanlite" in added
     # So neither torch nor transformers, nor anything else that is slow or that machines with GPUs
     # may not have.

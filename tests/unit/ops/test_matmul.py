@@ -3,12 +3,11 @@ kernels with fake tensors.
 """
 
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
+from processes import run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -138,10 +137,7 @@ def test_ranks_multiply_float32_whatever_an_image_sets():
     """
     given = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "NVIDIA_TF32_OVERRIDE": "1"}
     others = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-W", "error", "-c", PRECISIONS]
-    done = subprocess.run(
-        command, env=others | given, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python(PRECISIONS, env=others | given | {"PYTHONWARNINGS": "error"}, check=True)
     before, *lines, after = done.stdout.splitlines()
     assert before.startswith("('high', True, True, 'tf32'")
     assert after == "('highest', False, False, 'ieee', 'ieee', 'ieee') []"
