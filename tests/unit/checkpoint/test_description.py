@@ -36,24 +36,6 @@ def describe_into(folder, config, assets=None):
         (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("family", sorted(families()))
-def test_the_rotary_scaling_of_the_run_is_what_is_read_back(tmp_path, family):
-    """The original scaling may be in two places, and one of them would override the run's own
-    scaling.
-    """
-    for where in ["table", "top", "both"]:
-        config = replace(families()[family].presets["debug"], rope_scaling=YARN)
-        table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
-        top = {"original_max_position_embeddings": 512}
-        original = {
-            "table": {"rope_scaling": table},
-            "top": top,
-            "both": {"rope_scaling": table, **top},
-        }[where]
-        write(config, original, tmp_path)
-        assert model_config_from_hf(tmp_path / "out") == config
-
-
 def test_code_that_is_not_written_is_not_named(tmp_path):
     original = {
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -178,19 +160,24 @@ def test_a_flavor_is_written_with_the_keys_of_a_published_folder(tmp_path):
 
 
 @pytest.mark.parametrize("family", sorted(families()))
-def test_the_rotary_table_keeps_what_the_folder_said(tmp_path, family):
+def test_the_scaling_of_the_run_is_read_back_and_the_table_keeps_what_the_folder_said(
+    tmp_path, family
+):
+    """The original scaling may be in several places, and one of them would override the run's own
+    scaling.
+    """
+    config = replace(families()[family].presets["debug"], rope_scaling=YARN)
+    top = {"original_max_position_embeddings": 512}
+    table = {"rope_type": "yarn", "factor": 2.0, **top}
+    for original in ({"rope_scaling": table}, top, {"rope_scaling": table, **top}):
+        write(config, original, tmp_path)
+        assert model_config_from_hf(tmp_path / "out") == config
     if families()[family].has_rope_by_kind:
-        pytest.skip("it has a table for each kind of layer")
-    for form in ["rope_scaling", "rope_parameters"]:
-        table = {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-            "beta_fast": 32,
-            "finetuned": True,
-        }
-        table |= {"low_freq_factor": 2.0}  # a key of another type has no effect, and is kept
-        config = replace(families()[family].presets["debug"], rope_scaling=YARN)
+        return  # it has a table for each kind of layer
+    table = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    # a key of another type has no effect, and is kept
+    table |= {"beta_fast": 32, "finetuned": True, "low_freq_factor": 2.0}
+    for form in ("rope_scaling", "rope_parameters"):
         written = write(config, {form: table}, tmp_path)
         for name in ("rope_scaling", "rope_parameters"):
             assert {**written[name], **table} == written[name]
