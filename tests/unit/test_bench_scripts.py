@@ -114,12 +114,3 @@ def test_probes(one_rank):
     config = replace(few_tiles(), num_experts=0, intermediate_size=16)
     launched, replayed = probes_gpu.compare_graph(OneRun(), config, one_rank, 8)
     assert launched == ["launched", "0.0"] and replayed[0] == "replayed" and replayed[1]
-
-
-def test_the_session_ends_in_time():
-    """Its limits together are at most the 570 seconds after which blocks are cut."""
-    text = (BENCH / "gpu_session.sh").read_text()
-    limits = [int(line.split()[1]) for line in text.splitlines() if line.startswith("block ")]
-    assert len(limits) == 13 and sum(limits) <= 570
-    used = {name for name in SCRIPTS if f"$bench/{name}" in text}
-    assert {"probes_gpu.py", "lora_gpu.py", "fused_gpu.py"} <= used

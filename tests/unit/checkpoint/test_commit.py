@@ -127,35 +127,6 @@ def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_gro
     assert check_folder(folder, checksums=True) == []
 
 
-REMEDIES = {
-    "full": (
-        OSError(28, "No space left on device"),
-        "Free space there, or set another job.dump_folder.",
-    ),
-    "a bug": (
-        ValueError("no"),
-        "ValueError: no. This is an error of titanlite, see its traceback above.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("error", "text"), REMEDIES.values(), ids=REMEDIES)
-def test_what_goes_wrong_in_the_rest_leaves_the_older_folder(
-    tmp_path, process_group, monkeypatch, error, text
-):
-    """Each error names its own remedy; only "disk full" asks the user to free space."""
-    folder = complete_folder(tmp_path / "step-1")
-    monkeypatch.setattr(Path, "write_bytes", fail(error))
-    with pytest.raises(CheckpointError) as raised:
-        commit_folder(folder, files_of(1.0), rest_of())
-    assert str(raised.value).startswith(f"checkpoint: cannot save to {folder}: ") and text in str(
-        raised.value
-    )
-    assert names_in(tmp_path) == {"step-1"}
-    assert check_folder(folder, checksums=True) == []
-    assert (folder / "model.safetensors").read_text() == "some bytes"
-
-
 def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_group, monkeypatch):
     folder, synced = tmp_path / "step-1", []
     original = os.fsync

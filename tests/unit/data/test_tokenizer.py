@@ -2,13 +2,12 @@ import random
 from pathlib import Path
 
 import pytest
-from files import read_json, write_json
+from files import write_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.saving import save_tokenizer
-from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.data import build_corpus
 from titanlite.data.corpus import Corpus, build_text_corpus
@@ -94,16 +93,3 @@ def test_load_folder_file_and_folder_without_config(built, tmp_path):
         loaded = build_tokenizer(DataSection(tokenizer_path=str(path)), Corpus(()))
         assert loaded.encode(TEXT) == built.encode(TEXT)
         assert loaded.eos_token_id == 0
-
-
-def test_code_in_the_folder_is_never_run(built, tmp_path):
-    built.save_pretrained(tmp_path)
-    config = read_json(tmp_path / "tokenizer_config.json")
-    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
-    write_json(tmp_path / "tokenizer_config.json", config)
-    (tmp_path / "mine.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Mine: pass\n"
-    )
-    with pytest.raises(DataError, match="contains custom code"):
-        load_tokenizer(tmp_path)
-    assert not (tmp_path / "ran").exists()

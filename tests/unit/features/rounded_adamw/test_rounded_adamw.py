@@ -139,39 +139,6 @@ def test_changes_below_the_precision_are_not_lost(monkeypatch):
     assert (decay(700) == 1.0).all()
 
 
-def fit(seed, dtype):
-    """Return the logarithm of the loss of a small network that has learned from another one."""
-    torch.manual_seed(seed)
-    networks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2)]
-    (teacher, model), steps = networks, 400
-    section = OptimizerSection(beta2=0.999)
-    if dtype == "float32":
-        optimizer = build_adamw(model, section)
-    else:
-        optimizer = build_rounded_adamw(model, section, seed=0)
-    held_out = torch.randn(512, 16)
-    for step in range(steps):
-        x = torch.randn(32, 16)
-        loss = (model(x) - teacher(x).detach()).square().mean()
-        (10 * loss).backward()
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * (1 - step / steps)
-            group["weight_decay"] = 0.0
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        return float((model(held_out) - teacher(held_out)).square().mean().log())
-
-
-def test_losses_are_those_of_float32_within_the_spread_of_seeds(monkeypatch):
-    """Nearer by far than rounding to the nearest: 0.0003 at most, and 0.003."""
-    expected = [fit(seed, "float32") for seed in range(2)]
-    errors = [abs(fit(seed, "bfloat16") - expected[seed]) for seed in range(2)]
-    assert 0 < max(errors) < 0.05 * abs(expected[0] - expected[1])
-    monkeypatch.setattr(adamw, "random_bits", round_to_the_nearest)
-    assert fit(0, "bfloat16") > expected[0] + 2 * max(errors)
-
-
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("row", "dtype"), [(12, torch.float32), (40, torch.bfloat16)])
 def test_the_kernel_rounds_with_the_same_bits(dtype, row, monkeypatch):
