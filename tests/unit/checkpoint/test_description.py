@@ -263,77 +263,48 @@ def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
     assert "rope_theta" not in read_json(tmp_path / "config.json")
 
 
-def test_a_saved_tokenizer_is_what_both_versions_read(tmp_path):
-    """Transformers 4 raises an error for a list of extra tokens. Keys that say how a file was
-    loaded are not saved, because they hold for one load only.
-    """
-    from tokenizers import Tokenizer, models
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.WordLevel({"<eos>": 0, "<turn>": 1, "a": 2}, unk_token="<eos>"))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token="<eos>",
-        unk_token="<eos>",
-        additional_special_tokens=["<turn>"],
-    )
-    for folder in (tmp_path / "first", tmp_path / "again"):
-        folder.mkdir()
-        save_tokenizer(tokenizer, folder)
-        table = read_json(folder / "tokenizer_config.json")
-        assert table["additional_special_tokens"] == ["<turn>"] and table["eos_token"] == "<eos>"
-        assert table["tokenizer_class"] == "PreTrainedTokenizerFast"
-        assert (
-            not {"extra_special_tokens", "is_local", "local_files_only", "name_or_path"}
-            & table.keys()
-        )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        assert tokenizer.extra_special_tokens == ["<turn>"] and tokenizer("<turn>a")[
-            "input_ids"
-        ] == [1, 2]
+NAMED = {"image_token": "<image>"}
+# What tokenizer_config.json says of special tokens, and which of them have names.
+SPECIAL = {
+    "list": ({"additional_special_tokens": ["<turn>"]}, {}),
+    "table": ({"extra_special_tokens": NAMED | {"boi": "<boi>"}}, NAMED | {"boi": "<boi>"}),
+    "keys": (NAMED, NAMED),
+    "both": ({"extra_special_tokens": NAMED, "additional_special_tokens": ["<turn>"]}, NAMED),
+}
 
 
-@pytest.mark.parametrize("form", ["table", "keys", "both kinds"])
-def test_named_special_tokens_are_a_table_for_both_versions(tmp_path, form):
-    """Transformers 5 writes each special token as a key. Version 4 ignores such keys, and would
-    take the image token for a word.
+@pytest.mark.parametrize("form", SPECIAL)
+def test_special_tokens_of_a_saved_tokenizer_are_what_both_versions_read(tmp_path, form):
+    """Transformers 5 writes each named token as a key. Version 4 ignores such keys, would take the
+    image token for a word, and raises an error for a list of extra tokens. Keys that say how a file
+    was loaded are not saved.
     """
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer
 
-    inner = Tokenizer(
-        models.WordLevel(
-            {"<eos>": 0, "<turn>": 1, "<image>": 2, "<boi>": 3, "a": 4}, unk_token="<eos>"
-        )
-    )
-    inner.add_special_tokens(["<eos>", "<turn>", "<image>", "<boi>"])
+    table, named = SPECIAL[form]
+    words = ["<eos>", "<turn>", "<image>", "<boi>", "a"]
+    vocab = {word: number for number, word in enumerate(words)}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    inner.add_special_tokens(words[:-1])
     inner.save(str(tmp_path / "tokenizer.json"))
-    table = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<eos>",
-        "unk_token": "<eos>",
-    }
-    named = (
-        {"image_token": "<image>"} if form == "keys" else {"image_token": "<image>", "boi": "<boi>"}
-    )
-    table |= named if form == "keys" else {"extra_special_tokens": named}
-    table |= {"additional_special_tokens": ["<turn>"]} if form == "both kinds" else {}
+    table = {"eos_token": "<eos>", "unk_token": "<eos>", **table}
+    table["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(tmp_path / "tokenizer_config.json", table)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    special, unnamed = (
-        set(tokenizer.all_special_ids),
-        tokenizer.extra_special_tokens,
-    )  # transformers 5.17 drops the list of "both kinds"
-    assert special >= {0, 2}
+    special = set(tokenizer.all_special_ids)
+    unnamed = tokenizer.extra_special_tokens  # transformers 5.17 drops the list of "both"
+    assert special >= {0, 2 if named else 1}
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()
         save_tokenizer(tokenizer, folder)
         written = read_json(folder / "tokenizer_config.json")
-        assert (
-            written["extra_special_tokens"] == named
-            and "model_specific_special_tokens" not in written
-        )
+        assert written.get("extra_special_tokens", {}) == named
         assert written.get("additional_special_tokens", []) == unnamed
+        assert written["tokenizer_class"] == table["tokenizer_class"]
+        loading = {"is_local", "local_files_only", "name_or_path", "model_specific_special_tokens"}
+        assert not loading & written.keys()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        assert set(tokenizer.all_special_ids) == special and tokenizer.image_token == "<image>"
+        assert set(tokenizer.all_special_ids) == special
+        assert not named or tokenizer.image_token == "<image>"
         assert tokenizer("a<image><turn>")["input_ids"] == [4, 2, 1]
