@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from files import read_table
 from transformers import Qwen2_5_VLConfig
 
 from titanlite.assemble import build_model, shard
@@ -42,24 +43,8 @@ def hub_without_a_network(monkeypatch, tmp_path):
         assert re.fullmatch(r"(Qwen|meta-llama|deepseek-ai|moonshotai|openai)/[\w.-]+", name), name
         folder.mkdir(parents=True, exist_ok=True)
         if name == "Qwen/Qwen2.5-VL-7B-Instruct":
-            text = {
-                "vocab_size": 152064,
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "tie_word_embeddings": False,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 1e6,
-                    "mrope_section": [16, 24, 24],
-                },
-            }
-            vision = {"out_hidden_size": 3584, "hidden_size": 1280, "intermediate_size": 3420}
-            config = Qwen2_5_VLConfig(
-                text_config=text, vision_config=vision, tie_word_embeddings=False
-            )
+            sizes = read_table("qwen2_5_vl_7b")
+            config = Qwen2_5_VLConfig(**sizes, tie_word_embeddings=False)
             config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
             config.save_pretrained(folder)
         return str(folder)

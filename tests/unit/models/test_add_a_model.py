@@ -36,6 +36,14 @@ def cwm(documented):
     return documented[0]
 
 
+def assert_same_logits(ours, theirs):
+    tokens = torch.arange(40).reshape(2, 20) * 3 % 128
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        actual = ours(tokens)
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()  # float32, different order of sums
+
+
 def test_the_documented_family_matches_transformers(cwm):
     config = replace(
         cwm.presets["32B"],
@@ -54,11 +62,7 @@ def test_the_documented_family_matches_transformers(cwm):
     theirs = transformers.CwmForCausalLM(transformers.CwmConfig(**cwm.to_hf(config))).eval()
     theirs.load_state_dict(ours.state_dict())
 
-    tokens = torch.arange(40).reshape(2, 20) * 3 % 128
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        actual = ours(tokens)
-    assert (actual - expected).norm() <= 1e-5 * expected.norm()  # float32, different order of sums
+    assert_same_logits(ours, theirs)
 
 
 def test_the_documented_family_reads_a_config_and_refuses_a_bias(cwm):
@@ -79,10 +83,6 @@ def test_the_documented_layers_match_transformers(documented):
     hf_config._experts_implementation = "eager"
     theirs = transformers.Qwen3MoeForCausalLM(hf_config).eval()
     theirs.load_state_dict(values)
-    tokens = torch.arange(40).reshape(2, 20) * 3 % 128
-    with torch.no_grad():
-        expected = theirs(tokens).logits
-        actual = ours(tokens)
-    assert (actual - expected).norm() <= 1e-5 * expected.norm()
+    assert_same_logits(ours, theirs)
     names = {name for part in part_sizes(config) for name in part.splits}
     assert names == {"num_heads", "num_kv_heads", "intermediate_size"}

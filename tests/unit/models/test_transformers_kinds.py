@@ -5,16 +5,12 @@ vocabularies.
 import pytest
 import torch
 import transformers
-from files import read_json
 from tiny_transformers import ALL_MODELS
 
+from tests.loading import load
 from titanlite.base.errors import ConfigError
-from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config import load_config
 from titanlite.features.generate.generate import generate
-from titanlite.features.transformers.build import build_transformers
-from titanlite.materialize import materialize
-from titanlite.models.families.config_json import transformers_config
 from titanlite.preflight import check
 
 LIMIT, LONGEST = 8, 48
@@ -44,11 +40,9 @@ def make(folder, rope):
     for param in theirs.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     theirs.save_pretrained(folder)
-    hf = read_json(folder / "config.json")
-    ours = build_transformers(transformers_config(hf, "test"))
-    materialize(ours, "cpu", [weights_of(folder, ours)])
+    ours = load(folder, "transformers")
     assert ours.config.rope_limit == LIMIT
-    return ours.eval()
+    return ours
 
 
 @pytest.mark.parametrize("rope", ROPES)
