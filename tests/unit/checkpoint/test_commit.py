@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from files import folder_digests, read_json
+from files import folder_digests, read_json, write_manifest
 from safetensors.torch import load_file
 
 from titanlite.base.errors import CheckpointError, TransientError
@@ -27,6 +27,8 @@ from titanlite.checkpoint.commit import (
 from titanlite.checkpoint.pieces import whole
 from titanlite.checkpoint.writer import Item, lay_out
 from titanlite.materialize import Region
+
+RNG = "titanlite/rng.safetensors"
 
 
 @pytest.fixture
@@ -62,19 +64,14 @@ def fail(error):
 def complete_folder(folder, text="some bytes"):
     """Make a checkpoint with a manifest, without the code under test."""
     (folder / "titanlite").mkdir(parents=True)
-    contents = {
-        "model.safetensors": text.encode(),
-        "config.json": b"{}",
-        "titanlite/rng.safetensors": b"x" * 50,
-    }
+    contents = {"model.safetensors": text.encode(), "config.json": b"{}", RNG: b"x" * 50}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
-    files = {n: {"bytes": len(c), "adler32": f"{zlib.adler32(c):08x}"} for n, c in contents.items()}
-    write_manifest(folder, {"format": 1, "files": files})
+    write_manifest(folder)
     return folder
 
 
-def write_manifest(folder, table):
+def save_manifest(folder, table):
     (folder / MANIFEST_FILE).write_text(table if isinstance(table, str) else json.dumps(table))
 
 
@@ -161,7 +158,6 @@ def flip(path):
     path.write_bytes(content)
 
 
-RNG = "titanlite/rng.safetensors"
 BROKEN = {
     "missing": (Path.unlink, f"{RNG}: No such file or directory."),
     "shorter": (
@@ -201,15 +197,15 @@ def test_what_the_manifest_cannot_say_is_a_problem(tmp_path):
     folder = complete_folder(tmp_path / "step-1")
     table = manifest(folder)
     for entry, says in WRONG_ENTRIES:
-        write_manifest(folder, {**table, "files": {**table["files"], "model.safetensors": entry}})
+        save_manifest(folder, {**table, "files": {**table["files"], "model.safetensors": entry}})
         (problem,) = check_folder(folder, checksums=True)
         assert problem.startswith(f"model.safetensors: {says}"), entry
     for name in ["\ud800", "a\n\x1b[31m"]:
-        write_manifest(folder, {**table, "files": {name: {"bytes": 1, "adler32": "0"}}})
+        save_manifest(folder, {**table, "files": {name: {"bytes": 1, "adler32": "0"}}})
         (problem,) = check_folder(folder, checksums=True)
         assert problem.isprintable()
     for text in ["{", "[]", '{"files": []}']:
-        write_manifest(folder, text)
+        save_manifest(folder, text)
         (problem,) = check_folder(folder)
         assert problem.startswith(f"{folder}: ") and "manifest.json" in problem
     (folder / MANIFEST_FILE).unlink()

@@ -112,26 +112,19 @@ def test_what_looks_like_a_path_never_goes_to_the_hub(name, asked):
 # ---- the hub ----
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(
     ("name", "repository", "revision"),
-    [
-        ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", None),
-        ("a/b@refs/pr/7", "a/b", "refs/pr/7"),
-    ],
+    [("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", None), ("a/b@refs/pr/7", "a/b", "refs/pr/7")],
 )
-def test_repository_and_revision(name, repository, revision, asked):
+def test_what_the_hub_is_asked_for(name, repository, revision, asked, weights):
+    """Weights only where they are wanted, and never pickle files."""
     with pytest.raises(ConfigError):
-        local_folder(KEY, name, weights=False)
-    assert [(call, options["revision"]) for call, options in asked] == [(repository, revision)] * 2
-    assert [options["local_files_only"] for _, options in asked] == [True, False]
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_weights_only_where_wanted_and_never_pickle_files(asked, weights):
-    with pytest.raises(ConfigError):
-        local_folder(KEY, "a/b", weights=weights)
+        local_folder(KEY, name, weights=weights)
     names = ["config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "run.py"]
-    for _, options in asked:
+    for (call, options), is_local in zip(asked, (True, False), strict=True):
+        assert (call, options["revision"]) == (repository, revision)
+        assert options["local_files_only"] == is_local
         patterns = options["allow_patterns"]
         wanted = huggingface_hub.utils.filter_repo_objects(names, allow_patterns=patterns)
         assert list(wanted) == names[: 3 if weights else 2]
