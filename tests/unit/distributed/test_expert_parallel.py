@@ -1,9 +1,10 @@
-"""Which copies of tokens go to which rank, without ranks."""
+"""Which copies of tokens go to which rank, and how they travel."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from titanlite.distributed import expert_parallel
+from titanlite.distributed import collectives, expert_parallel
 
 
 @pytest.mark.parametrize("ranks", [2, 128])
@@ -24,3 +25,17 @@ def test_copies_are_sorted_by_rank(ranks, monkeypatch):
     counts = [int((here == expert).sum()) for expert in range(128 // ranks)]
     assert ends_e.tolist() == torch.tensor(counts).cumsum(0).tolist()
     assert len(order_Q) == sum(counts)
+
+
+def test_parts_of_different_sizes_go_back_as_gradients(run_ranks):
+    rows = [[1, 2], [3, 0]]  # of each rank for each rank
+
+    def rank_main():
+        rank = dist.get_rank()
+        x = (10.0 * rank + torch.arange(3)).requires_grad_()
+        send, receive = rows[rank], [row[rank] for row in rows]
+        y = collectives.all_to_all(x, receive, send, collectives.register_group(dist.group.WORLD))
+        (grad,) = torch.autograd.grad(y, x, 2 * y.detach())
+        return y.tolist(), (grad / 2 - x).tolist()
+
+    assert run_ranks(2, rank_main) == [([0, 10, 11, 12], [0] * 3), ([1, 2], [0] * 3)]

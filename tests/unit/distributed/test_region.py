@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize import region_of
@@ -42,3 +42,12 @@ def test_shards_tile_the_tensor(placements):
 
     held, replicas = coverage(make)
     assert (held == replicas).all()
+
+
+def test_a_shard_of_another_size_is_named():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,))
+        shape = {"shape": torch.Size((8, 3)), "stride": (3, 1)}
+        tensor = DTensor.from_local(torch.zeros(3, 3), mesh, [Shard(0)], run_check=False, **shape)
+        with pytest.raises(ValueError, match=r"local shape \(3, 3\), expected \(4, 3\)"):
+            region_of(tensor)
