@@ -10,8 +10,8 @@ from files import write_json
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.estimate import get_memory, stages_to_trace
-from titanlite.features.estimate.trace import trace_step
-from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS
+from titanlite.features.estimate.trace import find_repetition, trace_step
+from titanlite.features.estimate.tracker import ACTIVATIONS
 from titanlite.preflight import check
 
 CONFIG = Path(__file__).parents[4] / "configs" / "qwen3_moe.toml"
@@ -67,12 +67,14 @@ def collectives(trace):
     ("world_size", "num_layers", "overrides", "rank"),
     [
         (8, 8, (CP + "2", TP + "2", EP + "2", MODE + "selective"), 0),
-        # fullest in the last layer but one
-        (4, 10, ("--training.global_batch_size=16", MODE + "full"), 0),
         (4, 17, (*DENSE_FIRST, MODE + "full", ONCE), 2),
-        pytest.param(
-            *(4, 17, ("--model.name=qwen3", "--moe.aux_loss_coeff=0", *EVERY_SECOND), 0),
-            marks=pytest.mark.full,
+        *(
+            pytest.param(*case, 0, marks=pytest.mark.full)
+            for case in (
+                # fullest in the last layer but one
+                (4, 10, ("--training.global_batch_size=16", MODE + "full")),
+                (4, 17, ("--model.name=qwen3", "--moe.aux_loss_coeff=0", *EVERY_SECOND)),
+            )
         ),
     ],
 )
@@ -134,22 +136,6 @@ def test_layers_of_transformers_that_repeat_are_traced_by_periods(tmp_path):
     assert get_memory(few) == get_memory(every)
 
 
-def test_stages_of_a_pipeline_are_the_whole_model(checked):
-    one = traced(checked(2, 4, EP + "2", "--training.global_batch_size=16"))
-    stages = [
-        traced(checked(8, 4, EP + "2", PP + "4", "--training.global_batch_size=16"), rank=rank)
-        for rank in range(0, 8, 2)
-    ]
-    assert {stage.model_flops_per_token for stage in stages} == {one.model_flops_per_token}
-    for name in ("weights", "optimizer"):
-        assert sum(getattr(stage, name) for stage in stages) == getattr(one, name)
-    assert sum(stage.total.flops for stage in stages) == one.total.flops
-    assert one.micro_batches == stages[0].micro_batches == 4
-    kept = [get_memory(stage).working[ACTIVATIONS] for stage in stages]
-    # The last stage has the head's as well.
-    assert kept[:3] == sorted(kept[:3], reverse=True), "earlier stages have more micro-batches open"
-
-
 @pytest.mark.parametrize(
     ("layers", "traced"), [((2, 2, 2, 2), [0, 1, 3]), ((2, 2, 3, 1), [0, 1, 2, 3])]
 )
@@ -158,52 +144,11 @@ def test_stages_are_alike_if_their_layers_are(checked, layers, traced):
     assert stages_to_trace(config, Degrees(pp=4, layers=layers)) == traced
 
 
-def test_what_is_done_once_per_step_is_counted_once(checked):
-    """Gathers and reductions, however many micro-batches there are; without, only the sum over
-    replicas.
-    """
-
-    def counts(*overrides):
-        batch = ("--training.local_batch_size=1", REPLICATE + "2")
-        trace = traced(checked(4, 2, *batch, *overrides))
-        assert trace.micro_batches == (3 if "=12" in overrides[0] else 1)
-        return {
-            (kind, axis): count
-            for (kind, axis, per_step), count in collectives(trace).items()
-            if not per_step
-        }
-
-    single = counts("--training.global_batch_size=4", ONCE)
-    plain = counts("--training.global_batch_size=12")
-    once = counts("--training.global_batch_size=12", ONCE)
-    assert once == single
-    for kind in ("reduce_scatter", "all_gather"):
-        assert plain[kind, "dp_shard"] >= 3 * once[kind, "dp_shard"]
-    # 2 layers, 2 ends
-    assert plain["all_reduce", "dp_replicate"] == once["all_reduce", "dp_replicate"] == 4
-
-
-def test_the_first_micro_batch_holds_no_more_than_the_second(checked):
-    """In the first, DTensor works out layouts in tensors of global size, which a rank never has."""
-    peaks = traced(checked(8, 4, TP + "2", EP + "4", "--training.global_batch_size=16")).peaks
-
-    def without_gradients(moment):
-        return sum(peaks[moment].values()) - peaks[moment][GRADIENTS]
-
-    first = [moment for moment in peaks if moment.micro_batch == 0]
-    assert {moment.phase for moment in first} == {"forward", "head", "backward"}
-    for moment in first:
-        again = without_gradients(moment._replace(micro_batch=1))
-        assert without_gradients(moment) - again < 64, moment  # some scalars
-
-
 def test_layers_named_by_number_are_all_traced(checked):
-    job = checked(2, 6, "--optimizer.freeze=model.layers.3.*")
-    trace = traced(job)
-    assert trace.traced_layers == 6
-    every = traced(checked(2, 6))
-    assert trace.optimizer < every.optimizer
-    assert trace.model_flops_per_token < every.model_flops_per_token
+    for patterns, is_traced_whole in (("*.layers.3.*", True), ("*.mlp.*", False)):
+        job = checked(2, 10, f"--optimizer.freeze={patterns}")
+        found = find_repetition(job.job, job.model_config, job.degrees, 0)
+        assert (found is None) == is_traced_whole
 
 
 def most_activations(trace):

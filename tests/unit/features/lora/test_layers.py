@@ -222,11 +222,6 @@ def test_peft_and_a_merged_export_compute_the_same_from_what_was_saved(
     one_rank(lambda: save(folder, model, plan, section, (tmp_path / "base", base, dtype)))
     theirs = PeftModel.from_pretrained(tiny.theirs(config, base), folder)
 
-    stored = load_file(folder / "adapter_model.safetensors")
-    loaded = {name: p for name, p in theirs.named_parameters() if "lora_" in name}
-    assert {name.replace(".default", "") for name in loaded} == stored.keys()
-    for name, param in loaded.items():
-        assert torch.equal(param, stored[name.replace(".default", "")]), name
     tokens = tokens_of(config)
     expected = theirs(tokens, use_cache=False).logits
     assert (model(tokens) - expected).norm() <= BOUND * expected.norm()

@@ -4,7 +4,6 @@ same.
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from titanlite.base.errors import ConfigError
@@ -96,12 +95,6 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, t
         assert (off - reference(tokens, use_cache=False).logits).abs().max() < BOUND
         theirs = PeftModel.from_pretrained(reference, folder)
         expected = theirs(input_ids=tokens, use_cache=False).logits
-    stored = load_file(folder / "adapter_model.safetensors")
-    loaded = {
-        key.replace(".default", ""): p for key, p in theirs.named_parameters() if "lora_" in key
-    }
-    assert loaded.keys() == stored.keys()
-    assert [key for key, param in loaded.items() if not torch.equal(param, stored[key])] == []
     assert (ours - expected).norm() <= BOUND * expected.norm()
     assert (off - expected).norm() > 1e-3 * expected.norm(), "the adapters do nothing"
     export_merged(folder, tmp_path / "merged", torch.float32, tmp_path / "base")

@@ -123,27 +123,6 @@ def make_loader(dataset, dp_rank=0, dp_degree=1):
     return TrainLoader(dataset, seed=5, dp_rank=dp_rank, dp_degree=dp_degree, **sizes)
 
 
-def test_validation_takes_each_source_by_itself():
-    dataset = make_mixture([1, 2, 5])
-    for num_ranks in (1, 4):
-        sets = [
-            make_loader(dataset, rank, num_ranks).validation_sets(3) for rank in range(num_ranks)
-        ]
-        # The sources hold out 10, 12 and 3 sequences, and the weight of a sequence compensates for
-        # the difference.
-        weights = [pytest.approx([1, (2 / 12) / (1 / 10), (5 / 3) / (1 / 10)])] * num_ranks
-        assert [[weight for _, weight, _ in of_rank] for of_rank in sets] == weights
-        seen = {"a": [], "b": [], "c": []}
-        for of_rank in sets:
-            for name, _, batches in of_rank:
-                for batch in batches:
-                    seen[name] += batch.tokens[batch.document_ids[:, 0] >= 0, 0].tolist()
-        # 10 held out, in two batches of 4 and a half
-        assert sorted(seen["a"]) == list(range(1090, 1100))
-        assert sorted(seen["b"]) == list(range(2180, 2192))  # three batches are wanted
-        assert sorted(seen["c"]) == [3027, 3028, 3029]
-
-
 @pytest.mark.parametrize("weights", [None, [1, 2, 5]])
 def test_a_run_that_goes_on_with_another_mixture_goes_on_in_every_source(
     weights,
