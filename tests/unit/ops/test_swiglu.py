@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlite.ops import add_expert_bias, clamped_swiglu, swiglu
+from titanlite.ops import clamped_swiglu, swiglu
 
 # float32: a handful of roundings of 6e-8 each. bfloat16: results are rounded to 8 bits a few times
 # (3.9e-3 each).
@@ -54,20 +54,3 @@ def test_clamped_swiglu_is_its_definition():
     found, wanted = (torch.autograd.grad(x, leaves, upstream) for x in (actual, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
     assert (z[:, 1::2].detach().abs() > 7).any() and (z[:, ::2].detach() > 7).any()
-
-
-def test_each_row_gets_the_bias_of_its_expert():
-    """One expert without rows; with and without a factor per row."""
-    generator = torch.Generator().manual_seed(1)
-    y, bias, weight = (
-        torch.randn(shape, generator=generator).requires_grad_() for shape in ((7, 5), (3, 5), (7,))
-    )
-    offsets, expert = torch.tensor([4, 4, 7], dtype=torch.int32), [0] * 4 + [2] * 3
-    upstream = torch.randn(7, 5, generator=generator)
-    for factor in (weight, None):
-        leaves = [y, bias, weight] if factor is not None else [y, bias]
-        expected = y + bias[expert] * (1 if factor is None else factor[:, None])
-        actual = add_expert_bias(y, bias, offsets, factor)
-        torch.testing.assert_close(actual, expected)
-        found, wanted = (torch.autograd.grad(x, leaves, upstream) for x in (actual, expected))
-        torch.testing.assert_close(found, wanted)
