@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from tiny_transformers import TEXT_MODELS
 
 from tests.loading import load, refusal
@@ -29,12 +29,15 @@ def mixture(request, tmp_path):
     path = tmp_path / "model.safetensors"
 
     def change(function):
-        stored = load_file(path)
-        biases = {key: function(key) for key in stored if key.endswith("e_score_correction_bias")}
-        assert len(biases) == 3
-        stored = {key: tensor for key, tensor in {**stored, **biases}.items() if tensor is not None}
-        save_file(stored, path, {"format": "pt"})
-        return {key: bias for key, bias in biases.items() if bias is not None}
+        with changed(path) as stored:
+            names = [key for key in stored if key.endswith("e_score_correction_bias")]
+            assert len(names) == 3
+            biases = {key: function(key) for key in names}
+            kept = {key: bias for key, bias in biases.items() if bias is not None}
+            for key in names:
+                del stored[key]
+            stored |= kept
+        return kept
 
     return implementation, change
 

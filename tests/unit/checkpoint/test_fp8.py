@@ -8,7 +8,8 @@ import torch
 from files import write_json
 from processes import anonymous_bytes
 from quantized_folder import read_region, write_fp8
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tensors import changed
 from tiny_transformers import save_tiny
 
 from tests.loading import hf_checkpoint
@@ -165,14 +166,13 @@ def test_every_weight_of_a_model(folder, block, edit):
 def test_factors_that_are_missing_or_do_not_fit_are_named(folder):
     config = model_config_from_hf(folder)
     write_fp8(folder, (16, 24))
-    stored = load_file(folder / "model.safetensors")
     q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
     up, norm = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
-    del stored[f"{q}_scale_inv"]
-    stored[k] = stored[k].to(torch.bfloat16)
-    stored[f"{up}_scale_inv"] = torch.ones(2, 2)
-    stored |= {norm: torch.ones(32).to(torch.float8_e4m3fn), f"{norm}_scale_inv": torch.ones(3)}
-    save_file(stored, folder / "model.safetensors")
+    with changed(folder / "model.safetensors") as stored:
+        del stored[f"{q}_scale_inv"]
+        stored[k] = stored[k].to(torch.bfloat16)
+        stored[f"{up}_scale_inv"] = torch.ones(2, 2)
+        stored |= {norm: torch.ones(32).to(torch.float8_e4m3fn), f"{norm}_scale_inv": torch.ones(3)}
     with pytest.raises(PlanError) as error:
         build_plan(build_decoder(config), [hf_checkpoint(folder, config)])
     text = str(error.value)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quantized_folder import read_region, write_mxfp4
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from tiny_transformers import save_tiny
 
 from tests.loading import hf_checkpoint
@@ -71,11 +71,10 @@ def test_a_region_takes_its_own_blocks(folder):
     ],
 )
 def test_what_is_damaged_is_refused(folder, name, edit, message):
-    stored = load_file(folder / "model.safetensors")
     key = f"model.layers.0.mlp.experts.{name}"
-    changed = edit(stored.pop(key))
-    stored |= {} if changed is None else {key: changed}
-    save_file(stored, folder / "model.safetensors")
+    with changed(folder / "model.safetensors") as stored:
+        edited = edit(stored.pop(key))
+        stored |= {} if edited is None else {key: edited}
     with pytest.raises((PlanError, VerifyError), match=message):
         model, source = build(folder)
         build_plan(model, [source])

@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from tiny_transformers import TEXT_MODELS, TEXT_SIZES
 
 from tests.loading import load, refusal
@@ -31,10 +31,9 @@ def models():
 
 
 def rewrite(folder, name_of):
-    path = folder / "model.safetensors"
-    save_file(
-        {name_of(key): tensor for key, tensor in load_file(path).items()}, path, {"format": "pt"}
-    )
+    with changed(folder / "model.safetensors") as tensors:
+        renamed = {name_of(key): tensors.pop(key) for key in [*tensors]}
+        tensors |= renamed
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import save_file
+from tensors import bits, everything, random_tensor
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import pieces
@@ -19,20 +20,6 @@ from titanlite.checkpoint.reader import Placed, SafetensorsReader
 from titanlite.materialize import ReadRequest, Region
 
 MIB = 1 << 20
-
-
-def random_tensor(shape, dtype, seed=0):
-    """Return random bits without NaN, which would not equal itself."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
-    return (values > 0) if dtype == torch.bool else values.to(dtype)
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def whole(shape):
-    return Region((0,) * len(shape), tuple(shape))
 
 
 def write_files(folder, *files):
@@ -119,7 +106,7 @@ def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
             if cast
             else tensor.dtype
         )
-        regions = [whole(tensor.shape), *(random_region(tensor.shape, rng) for _ in range(3))]
+        regions = [everything(tensor.shape), *(random_region(tensor.shape, rng) for _ in range(3))]
         requests += [ReadRequest(key, region, empty(region.lengths, to)) for region in regions]
     rng.shuffle(requests)
     calls = Calls(monkeypatch)
@@ -143,7 +130,7 @@ def test_random_regions_of_every_dtype(tmp_path, cast, threads, monkeypatch):
 def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch):
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     reader, _ = open_reader(write_files(tmp_path, {"w": tensor}), 8)
-    region = whole(shape) if region is None else Region(*region)
+    region = everything(shape) if region is None else Region(*region)
     shard = empty(region.lengths, dtype)
     calls = Calls(monkeypatch)
     reader.read([ReadRequest("w", region, shard)])
@@ -162,7 +149,7 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path):
     shard = empty((4,), torch.float32)
     reader.read(
         [
-            ReadRequest("a", whole((4,)), shard),
+            ReadRequest("a", everything((4,)), shard),
             ReadRequest("b", Region((4, 0), (0, 4)), torch.empty(0, 4)),
         ]
     )
@@ -176,7 +163,8 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     calls = Calls(monkeypatch, most_bytes=lambda: rng.choice([1, 3, 52, 53, 200]))
     for dtype in (torch.float32, torch.float64):
         requests = [
-            ReadRequest(key, whole(t.shape), empty(t.shape, dtype)) for key, t in tensors.items()
+            ReadRequest(key, everything(t.shape), empty(t.shape, dtype))
+            for key, t in tensors.items()
         ]
         done = calls.nbytes
         reader.read(requests)
@@ -190,7 +178,9 @@ def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path):
 
     def refusal(*names):
         requests = [
-            ReadRequest(name, whole(stored[name].shape), empty(stored[name].shape, torch.float32))
+            ReadRequest(
+                name, everything(stored[name].shape), empty(stored[name].shape, torch.float32)
+            )
             for name in names
         ]
         with pytest.raises(CheckpointError) as error:
@@ -234,7 +224,9 @@ def test_an_error_in_one_thread_ends_all(tmp_path, dtype, threads, monkeypatch):
         CheckpointError,
         match=f"checkpoint {path}: cannot be read at byte [0-9]+: Input/output error.",
     ):
-        reader.read([ReadRequest("a", whole((10, 2 * MIB)), torch.empty(10, 2 * MIB, dtype=dtype))])
+        reader.read(
+            [ReadRequest("a", everything((10, 2 * MIB)), torch.empty(10, 2 * MIB, dtype=dtype))]
+        )
     assert threading.active_count() == running
     assert len(os.listdir("/proc/self/fd")) == descriptors
     if threads == 1:

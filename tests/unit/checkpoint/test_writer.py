@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tensors import bits, everything, random_tensor
 
 from titanlite.checkpoint import pieces
 from titanlite.checkpoint.folder import DTYPES
@@ -28,28 +29,18 @@ from titanlite.materialize.digest import MODULUS, bytes_in, digest
 MIB = 1 << 20
 
 
-def whole(shape):
-    return Region((0,) * len(shape), tuple(shape))
-
-
 def item(key, tensor, dtype=None, local_region=None, is_owner=True):
     """Return an item for `tensor` under `key`; this rank holds `local_region` of it, by default all
     of it.
     """
-    local_region = whole(tensor.shape) if local_region is None else local_region
+    local_region = everything(tensor.shape) if local_region is None else local_region
     local = tensor[local_region.slices]
     piece = pieces.whole(key, tuple(tensor.shape))
     return Item(piece, dtype or tensor.dtype, local, local_region, is_owner)
 
 
-def random_tensor(shape, dtype=torch.float32, seed=0):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 50
-    return (values > 0) if dtype == torch.bool else values.to(dtype)
-
-
 def same_bits(a, b):
-    views = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*views)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
 def write(folder, *of_ranks, file_bytes=None, stem="model"):
@@ -131,7 +122,7 @@ def test_all_dtypes_and_shapes_load_with_equal_bits(tmp_path):
 def test_rows_in_another_order_have_the_digest_of_the_stored_tensor(tmp_path):
     tensor = random_tensor((6, 8))
     items = [
-        Item(piece, tensor.dtype, tensor, whole(tensor.shape), is_owner=True)
+        Item(piece, tensor.dtype, tensor, everything(tensor.shape), is_owner=True)
         for piece in pieces.in_rows("w", (6, 8), [(4, 2), (0, 4)])
     ]
     files = lay_out([item("a", tensor), *items], "model")
@@ -212,7 +203,7 @@ def test_of_replicas_one_writes(tmp_path, monkeypatch):
     written, original = [], os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *args: written.append(original(*args)) or written[-1])
     tensors = {"a": random_tensor((50, 4)), "b": random_tensor((9,), seed=1)}
-    (name,) = write(tmp_path, *on_ranks(tensors, lambda tensor: [whole(tensor.shape)] * 3))
+    (name,) = write(tmp_path, *on_ranks(tensors, lambda tensor: [everything(tensor.shape)] * 3))
     assert sum(written) == 4 * (200 + 9)
     loaded = load_file(tmp_path / name)
     assert all(same_bits(loaded[key], tensor) for key, tensor in tensors.items())

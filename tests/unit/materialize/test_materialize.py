@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from plain_sources import Checkpoint, StateDictReader
+from tensors import bits
 from torch import nn
 
 from titanlite.base.errors import PlanError, VerifyError
@@ -204,10 +205,6 @@ INTEGERS = [
     *(torch.uint8, torch.uint64),
 ]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
-
-
-def bits(tensor):
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from tensors import bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -32,10 +33,6 @@ def numbers(shape, dtype, seed):
     """Return the values of a global tensor, which all ranks compute alike."""
     values = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
     return values % 2 == 0 if dtype == torch.bool else values.to(dtype)
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def sharded(shape, dtype, mesh, placements, fill=0):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -289,12 +289,13 @@ def test_what_does_not_fit_the_base_model_is_one_error(tiny, tmp_path, one_rank,
     assert "adapters without their model. Add --merge" in capsys.readouterr().err
 
     (adapter / "titanlite/manifest.json").unlink()
-    tensors = load_file(adapter / "adapter_model.safetensors")
     first = "base_model.model.model.layers.0.self_attn"
-    del tensors[f"{first}.q_proj.lora_B.weight"]
-    tensors[f"{first}.k_proj.lora_A.weight"] = torch.zeros(4, 7)
-    tensors["base_model.model.model.layers.0.self_attn.x_proj.lora_A.weight"] = torch.zeros(4, 7)
-    save_file(tensors, adapter / "adapter_model.safetensors")
+    with changed(adapter / "adapter_model.safetensors") as tensors:
+        del tensors[f"{first}.q_proj.lora_B.weight"]
+        tensors[f"{first}.k_proj.lora_A.weight"] = torch.zeros(4, 7)
+        tensors["base_model.model.model.layers.0.self_attn.x_proj.lora_A.weight"] = torch.zeros(
+            4, 7
+        )
     assert main([str(adapter), str(tmp_path / "out"), "--merge"]) == 2
     text = capsys.readouterr().err
     for words in (

@@ -11,7 +11,8 @@ import torch
 from files import read_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tensors import changed
 from tiny_transformers import mapping_of, save_tiny
 from torch.distributed.fsdp import fully_shard
 from transformers import core_model_loading
@@ -93,11 +94,8 @@ def build(folder):
 def edited(folder, out, edit):
     """Return a copy of a checkpoint with other tensors."""
     shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    edit(tensors)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors"
-    )
+    with changed(out / "model.safetensors") as tensors:
+        edit(tensors)
     return out
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from files import read_json
 from quantized_folder import read_region, write_fp8, write_mxfp4
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
 
 from titanlite.base.errors import ConfigError
@@ -90,9 +90,8 @@ def test_other_forms_of_factors(
     folder = save("gpt_oss", tmp_path / "gpt_oss")
     expected = write_fp8(folder, block, suffix, edit)
     if suffix == "_scale":
-        stored = load_file(folder / "model.safetensors")
-        stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
-        save_file(stored, folder / "model.safetensors")
+        with changed(folder / "model.safetensors") as stored:
+            stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
         expected = {k: v for k, v in expected.items() if stored[k].dtype != torch.float8_e4m3fn}
     model, _, source = load(folder, torch.float32)
     state = model.transformers_model.state_dict()
@@ -125,9 +124,8 @@ def transposed(tensors):
 def test_fp8_is_cut_and_converted(tmp_path, kind, edit, block):
     folder = save("llama", tmp_path / "llama")
     expected = write_fp8(folder, block)
-    stored = load_file(folder / "model.safetensors")
-    edit(stored)
-    save_file(stored, folder / "model.safetensors")
+    with changed(folder / "model.safetensors") as stored:
+        edit(stored)
     model = build(folder)
     model.all_conversions = mapping_of(kind)
     materialize(model, "cpu", [weights_of(folder, model)])

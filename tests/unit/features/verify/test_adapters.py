@@ -6,14 +6,13 @@ import re
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from tensors import changed
 from tiny_transformers import TEXT_MODELS
 from transformers import Qwen3ForCausalLM
 
 from titanlite.features.tools.verify import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-FILE = "adapter_model.safetensors"
 KEY = "base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.weight"
 
 
@@ -38,12 +37,6 @@ def adapters(base, tmp_path):
     optimizer.step()
     model.save_pretrained(tmp_path / "adapters")
     return tmp_path / "adapters"
-
-
-def rewrite(folder, change):
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE, {"format": "pt"})
 
 
 def one_zero(tensors):
@@ -81,7 +74,8 @@ def test_whole_adapters_are_sound(adapters, base, capsys):
     ],
 )
 def test_what_is_wrong_is_named(change, text, adapters, capsys):
-    rewrite(adapters, change)
+    with changed(adapters / "adapter_model.safetensors") as tensors:
+        change(tensors)
     assert main([str(adapters)]) == 1
     shown = capsys.readouterr().out
     assert re.search(text, shown), shown
