@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from files import read_table
 
 from titanlite.config import JobConfig
 from titanlite.features.transformers.build import build_transformers
@@ -56,9 +57,6 @@ def advise(job, model):
     return advise_balancing(job.moe, job.model.implementation, model)
 
 
-KEPT = "moe.aux_loss_coeff"
-
-
 @pytest.mark.parametrize("family", families())
 def test_from_random_weights_every_moe_is_balanced(family):
     config = families()[family].presets["debug"]
@@ -73,24 +71,11 @@ def test_from_random_weights_every_moe_is_balanced(family):
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"family": "qwen3_moe", "aux_loss_coeff": 0.3}, (None, 0.3)),
-        # the bias is to balance
-        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.01}, (0.01, None)),
-        # as by default
-        ({"family": "qwen3_moe", "expert_bias_update_rate": 0.0}, (0.0, AUX_LOSS_COEFF)),
-        ({"family": "deepseek_v3", "aux_loss_coeff": 1e-4}, (BIAS_UPDATE_RATE, 1e-4)),
-        ({"sizes": {"num_experts": 2, "top_k": 2}}, (None, None)),  # no choice
-        ({"before": {KEPT: "0.05"}, "weights": "folder"}, (None, 0.05)),
-        ({"before": {KEPT: "0.05"}, "aux_loss_coeff": 0.3}, (None, 0.3)),
-        ({"before": {}}, (None, 0.0)),  # of a checkpoint that is older than the default
-        ({"before": {KEPT: "None"}, "family": "deepseek_v3"}, (BIAS_UPDATE_RATE, None)),
-    ],
-)
-def test_what_is_set_and_what_a_run_had_wins(given, expected):
-    assert complete(**given) == expected
+@pytest.mark.parametrize("case", read_table("balancing")["cases"], ids=str)
+def test_what_is_set_and_what_a_run_had_wins(case):
+    defaults = {"rate": BIAS_UPDATE_RATE, "coeff": AUX_LOSS_COEFF, "none": None}
+    expected = [defaults.get(value, value) for value in case["expected"]]
+    assert list(complete(**case["given"])) == expected
 
 
 def test_idle_experts_are_told_what_to_set():
