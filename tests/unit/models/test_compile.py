@@ -87,7 +87,7 @@ def with_balance_losses(model):
 
 
 CHECKPOINTING = {"llama": "full", "qwen3": "selective", "qwen3_moe": "full", "dots1": "selective"}
-DAILY = {"qwen3", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text"}
+DAILY = {"qwen3", "gpt_oss", "qwen3_5_moe_text"}  # qwen3_moe: the tests below
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_attention_that_is_kept_runs_once(tiny):
 
 def test_adapters_of_encoded_weights_with_dropout(tiny, graphs):
     def build():
-        model = build_decoder(tiny.config("dots1", num_layers=2))
+        model = build_decoder(tiny.config("dots1", num_layers=1, num_dense_layers=0))
         apply_lora(model, LORA, torch.float32)
         encode_weights(model, "nf4")
         # zeros hide the gradient of lora_A
