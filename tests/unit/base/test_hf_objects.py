@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from files import read_json, write_json
-from tiny_transformers import save_tiny_processor
+from tiny_transformers import TEXT_SIZES, save_tiny_processor
 
 import titanlite
 from titanlite.base.errors import DataError
@@ -148,19 +148,7 @@ def test_code_of_a_folder_is_not_run_whatever_the_terminal_answers(
 )
 def test_a_config_does_not_choose_kernels_of_the_hub(key, nested):
     """Transformers would download the repository and import it."""
-    hf = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 64,
-    }
-    hf |= {
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 32,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
+    hf = TEXT_SIZES | {"head_dim": 8}
     if nested:
         hf = {"model_type": "gemma3", "text_config": hf | {key: "evil/kernel"}}
     else:

@@ -1,6 +1,7 @@
 """Seconds of collectives, computed by hand."""
 
 import pytest
+from files import read_table
 
 from titanlite.base.errors import ConfigError
 from titanlite.features.choice.hardware import get_hardware
@@ -27,22 +28,7 @@ def test_seconds_of_collectives(kind, ranks, expected):
     assert H100.collective_s(kind, list(ranks), 450e9) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *(
-            ("h100", "h100-80gb"),
-            ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-            ("RTX 4090", "rtx4090-24gb"),
-            ("b200", "b200-180gb"),
-        ),
-        *(
-            ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-            ("NVIDIA GeForce RTX 3090", "rtx3090-24gb"),
-            ("mi300x", "mi300x-192gb"),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), read_table("plans")["short_names"].items())
 def test_short_names(name, expected):
     assert get_hardware(name).name == expected
 

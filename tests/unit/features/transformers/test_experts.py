@@ -5,26 +5,14 @@ gradients.
 import pytest
 import torch
 import transformers
+from tiny_transformers import TEXT_SIZES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.features.transformers.experts import experts_forward, use_titanlite_experts
 from titanlite.ops import group_by_expert
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 6,
-    "num_experts": 6,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-}
+SIZES = TEXT_SIZES | dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 6)
+SIZES |= {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "head_dim": 8}
 # Plain SwiGLU, biases with clamped and interleaved gates, a sigmoid router with shared experts,
 # GELU or other gates.
 MODELS = {

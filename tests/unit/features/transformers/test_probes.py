@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from tiny_transformers import ALL_MODELS
+from tiny_transformers import ALL_MODELS, TEXT_SIZES
 
 from titanlite.base.errors import ConfigError
 from titanlite.config.schema import DataSection, JobConfig, TrainingSection
@@ -16,26 +16,8 @@ from titanlite.features.transformers.probes import check_documents_per_row
 from titanlite.models.families.config_json import transformers_config
 
 CPU = torch.device("cpu")
-_ENCODER = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 40,
-    "pad_token_id": 1,
-}
-_MAMBA = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "state_size": 4,
-}
-_MINIMAX = (
-    _ENCODER
-    | {"num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2}
-    | {"layer_types": ["linear_attention", "full_attention"]}
-)
+_MAMBA = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+_LAYERS = ["linear_attention", "full_attention"]
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
 
 
@@ -66,7 +48,7 @@ def alone(model, tokens, *lengths):
 
 
 def test_a_class_that_sees_later_tokens_is_refused():
-    model = build(transformers.BertConfig(**_ENCODER))
+    model = build(transformers.BertConfig(**TEXT_SIZES))
     message = f"{model.config.architecture} of transformers is not causal: .* Use another model"
     tokens, labels = tokens_and_labels()
     with pytest.raises(ConfigError, match=message):
@@ -76,7 +58,11 @@ def test_a_class_that_sees_later_tokens_is_refused():
 
 
 @pytest.mark.parametrize(
-    "config", [transformers.MambaConfig(**_MAMBA), transformers.MiniMaxConfig(**_MINIMAX)]
+    "config",
+    [
+        transformers.MambaConfig(**_MAMBA),
+        transformers.MiniMaxConfig(**TEXT_SIZES, num_local_experts=2, layer_types=_LAYERS),
+    ],
 )
 def test_a_class_that_mixes_documents_takes_rows_of_one(config):
     model = build(config)
