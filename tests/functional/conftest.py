@@ -268,12 +268,12 @@ def examples(tmp_path_factory, cache_folder):
         lines.append(json.dumps({"messages": messages}) + "\n")
     (folder / "chats.jsonl").write_text("".join(lines))
     return [
-        *(
-            "--data.dataset=examples",
-            f"--data.path={folder / 'chats.jsonl'}",
-            f"--data.tokenizer_path={folder}",
-        ),
-        *("--model.init=random", "--training.seq_len=128", f"--data.cache_folder={cache_folder}"),
+        "--data.dataset=examples",
+        f"--data.path={folder / 'chats.jsonl'}",
+        f"--data.tokenizer_path={folder}",
+        "--model.init=random",
+        "--training.seq_len=128",
+        f"--data.cache_folder={cache_folder}",
     ]
 
 

@@ -33,15 +33,13 @@ BOUND = 1e-5  # what the issue asks for
 BETA, SMOOTHING = 0.5, 0.2
 VOCAB_SIZE, SEQ_LEN, ROWS = 310, 32, 8
 DPO = [
-    *(
-        "--model.init=random",
-        "--training.objective=dpo",
-        f"--dpo.beta={BETA}",
-        f"--dpo.label_smoothing={SMOOTHING}",
-        "--training.max_norm=0",
-        "--moe.expert_bias_update_rate=none",
-        "--moe.aux_loss_coeff=0",
-    ),
+    "--model.init=random",
+    "--training.objective=dpo",
+    f"--dpo.beta={BETA}",
+    f"--dpo.label_smoothing={SMOOTHING}",
+    "--training.max_norm=0",
+    "--moe.expert_bias_update_rate=none",
+    "--moe.aux_loss_coeff=0",
     "--metrics.log_freq=1",
 ]
 QWEN3 = ["--model.name=qwen3"]

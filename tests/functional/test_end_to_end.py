@@ -107,7 +107,9 @@ def test_resolved_configuration_is_the_one_that_ran(run):
     job = load_config(["--config", str(run[1] / "config.toml")])
     again = load_config(
         [
-            *("--config", str(ROOT / "configs/qwen3_moe.toml"), f"--job.dump_folder={run[1]}"),
+            "--config",
+            str(ROOT / "configs/qwen3_moe.toml"),
+            f"--job.dump_folder={run[1]}",
             f"--data.cache_folder={job.data.cache_folder}",
             *(f"--{key}={value}" for key, value in OVERRIDES.items()),
         ]

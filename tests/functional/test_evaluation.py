@@ -213,11 +213,9 @@ def test_the_best_checkpoint_stays_beside_the_latest(train, mode):
     losses = [3.0, 2.0, 2.5, 2.6, 1.5, 1.9]
     arguments = [
         *VALIDATION,
-        *(
-            "--checkpoint.save_best=validation",
-            "--checkpoint.keep_latest_k=1",
-            "--checkpoint.interval=3",
-        ),
+        "--checkpoint.save_best=validation",
+        "--checkpoint.keep_latest_k=1",
+        "--checkpoint.interval=3",
         f"--checkpoint.async_mode={mode}",
     ]
     folder = train(Degrees(dp_shard=2), *arguments, losses=losses) / "checkpoint"

@@ -24,13 +24,11 @@ def train(run_ranks, checked):
 
     def run(degrees, folder, *overrides):
         job = checked(
-            *(
-                degrees,
-                *overrides,
-                f"--job.dump_folder={folder}",
-                "--training.steps=4",
-                "--checkpoint.interval=2",
-            )
+            degrees,
+            *overrides,
+            f"--job.dump_folder={folder}",
+            "--training.steps=4",
+            "--checkpoint.interval=2",
         )
 
         def rank_main():
@@ -75,18 +73,17 @@ def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, t
             "".join(line.replace("what", "is it not") for line in lines[:30])
         )
         examples = [
-            *(
-                *examples,
-                "--data.path=",
-                f"--data.sources.chats.path={path}",
-                "--data.sources.chats.weight=2",
-            ),
-            *(f"--data.sources.more.path={tmp_path}/more.jsonl", "--data.sources.more.weight=3"),
-            *(
-                "--data.sources.more.streaming=true",
-                f"--data.sources.more.validation_path={tmp_path}/more.jsonl",
-            ),
-            *("--data.streaming_block_rows=8", "--validation.enable=true", "--validation.freq=4"),
+            *examples,
+            "--data.path=",
+            f"--data.sources.chats.path={path}",
+            "--data.sources.chats.weight=2",
+            f"--data.sources.more.path={tmp_path}/more.jsonl",
+            "--data.sources.more.weight=3",
+            "--data.sources.more.streaming=true",
+            f"--data.sources.more.validation_path={tmp_path}/more.jsonl",
+            "--data.streaming_block_rows=8",
+            "--validation.enable=true",
+            "--validation.freq=4",
         ]
     whole = train(Degrees(dp_shard=2, ep=2), tmp_path / "whole", *examples)
     shutil.copytree(tmp_path / "whole/checkpoint/step-2", tmp_path / "resumed/checkpoint/step-2")

@@ -61,15 +61,17 @@ class Drill:
         self.folder = dump.with_name(f"{dump.name}-pids")
         self.folder.mkdir()
         self.command = [
-            *(
-                "--standalone",
-                f"--nproc-per-node={RANKS}",
-                "--max-restarts=100",
-                "-m",
-                "titanlite.rank",
-            ),
-            *("--config", str(config), f"--job.dump_folder={dump}", *SETTINGS),
-            *("--parallelism.expert_parallel_degree=2", "--checkpoint.on_save_error=continue"),
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            "--max-restarts=100",
+            "-m",
+            "titanlite.rank",
+            "--config",
+            str(config),
+            f"--job.dump_folder={dump}",
+            *SETTINGS,
+            "--parallelism.expert_parallel_degree=2",
+            "--checkpoint.on_save_error=continue",
             f"--comm.timeout_seconds={TIMEOUT_S}",
             # A fault may come when a save begins.
             f"--checkpoint.timeout_seconds={TIMEOUT_S}",

@@ -105,7 +105,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "mesh",
     [
-        *("one", "CP2xTP2", "PP2xCP2"),
+        "one",
+        "CP2xTP2",
+        "PP2xCP2",
         *(weekly(mesh) for mesh in ("FSDP4", "TP2xFSDP2", "TP2xEP2", "PP2xTP2xEP2")),
     ],
 )

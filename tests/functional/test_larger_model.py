@@ -118,8 +118,11 @@ def train(run_ranks, text_folder, tmp_path):
             "[metrics]\nenable_tensorboard = false\n[optimizer]\nlr = 1e-3\n"
         )
         given = [
-            *("--config", str(config), f"--job.dump_folder={tmp_path / name}"),
-            *(f"--training.steps={steps}", *overrides),
+            "--config",
+            str(config),
+            f"--job.dump_folder={tmp_path / name}",
+            f"--training.steps={steps}",
+            *overrides,
         ]
         job = check(load_config(given), ranks)
         run_ranks(ranks, lambda: assemble(job).train())

@@ -74,8 +74,13 @@ FAMILIES = {
 FAMILIES |= {
     f"muon_{name}": [*FAMILIES[name], MUON]
     for name in (
-        *("qwen3_moe", "uneven", "few_experts", "dots1"),
-        *("qwen3_tied", "deepseek_v3", "qwen3_5"),
+        "qwen3_moe",
+        "uneven",
+        "few_experts",
+        "dots1",
+        "qwen3_tied",
+        "deepseek_v3",
+        "qwen3_5",
     )
 }
 # Normalized, the weight of a single chosen expert is always 1, and the router's gradient is only

@@ -187,15 +187,11 @@ def test_plan_of_several_micro_batches(checked, run_ranks, degrees, overrides):
 
 def test_plan_of_bfloat16_states_with_a_frozen_tied_embedding(checked, run_ranks):
     overrides = (
-        *(
-            "--model.name=qwen3",
-            "--model.overrides.tie_word_embeddings=true",
-            "--training.dtype=bfloat16",
-        ),
-        *(
-            "--optimizer.freeze=model.embed_tokens.weight",
-            "--activation_checkpoint.mode=keep_attention",
-        ),
+        "--model.name=qwen3",
+        "--model.overrides.tie_word_embeddings=true",
+        "--training.dtype=bfloat16",
+        "--optimizer.freeze=model.embed_tokens.weight",
+        "--activation_checkpoint.mode=keep_attention",
     )
     job = checked(Degrees(dp_shard=4), *overrides)
     ranks = run_ranks(4, lambda: measure(job))

@@ -82,20 +82,18 @@ def run(server, config_file, tmp_path):
             f"if rank is not None:\n{indent(misbehaviour, '    ')}\n    pass"
         )
         launched = server.launch(
-            *(
-                "--standalone",
-                "--nproc-per-node=2",
-                f"--max-restarts={restarts}",
-                "-m",
-                "titanlite.rank",
-            ),
-            *(
-                "--config",
-                str(config_file),
-                f"--job.dump_folder={tmp_path / 'run'}",
-                "--training.steps=6",
-            ),
-            *("--training.local_batch_size=4", "--checkpoint.interval=2", *overrides),
+            "--standalone",
+            "--nproc-per-node=2",
+            f"--max-restarts={restarts}",
+            "-m",
+            "titanlite.rank",
+            "--config",
+            str(config_file),
+            f"--job.dump_folder={tmp_path / 'run'}",
+            "--training.steps=6",
+            "--training.local_batch_size=4",
+            "--checkpoint.interval=2",
+            *overrides,
             folder=folder,
         )
         started.append(launched)

@@ -128,29 +128,23 @@ def test_steps_are_those_of_a_plain_loop(
     job = checked(
         degrees,
         *NO_PRESET,
-        *(
-            f"--checkpoint.initial_load_path={model_folder}",
-            "--data.dataset=examples",
-            f"--data.path={rows}",
-        ),
-        *(
-            f"--data.packing={packing}",
-            f"--data.cache_folder={cache_folder}",
-            "--training.seq_len=96",
-        ),
-        *(
-            f"--training.steps={STEPS}",
-            f"--training.global_batch_size={ROWS}",
-            f"--training.max_norm={MAX_NORM}",
-        ),
+        f"--checkpoint.initial_load_path={model_folder}",
+        "--data.dataset=examples",
+        f"--data.path={rows}",
+        f"--data.packing={packing}",
+        f"--data.cache_folder={cache_folder}",
+        "--training.seq_len=96",
+        f"--training.steps={STEPS}",
+        f"--training.global_batch_size={ROWS}",
+        f"--training.max_norm={MAX_NORM}",
         f"--training.local_batch_size={ROWS // 2}",
-        *(f"--optimizer.lr={LR}", "--optimizer.eps=1e-8", f"--optimizer.weight_decay={DECAY}"),
+        f"--optimizer.lr={LR}",
+        "--optimizer.eps=1e-8",
+        f"--optimizer.weight_decay={DECAY}",
         f"--optimizer.beta2={BETAS[1]}",
-        *(
-            "--lr_scheduler.warmup_steps=0",
-            "--lr_scheduler.min_lr_factor=1",
-            "--moe.expert_bias_update_rate=none",
-        ),
+        "--lr_scheduler.warmup_steps=0",
+        "--lr_scheduler.min_lr_factor=1",
+        "--moe.expert_bias_update_rate=none",
     )
 
     def rank_main():

@@ -346,8 +346,10 @@ class TestCompile:
         tokens of other ranks.
         """
         settings = [
-            *("--training.local_batch_size=2", f"--activation_checkpoint.mode={checkpointing}"),
-            *("--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001"),
+            "--training.local_batch_size=2",
+            f"--activation_checkpoint.mode={checkpointing}",
+            "--moe.aux_loss_coeff=0.01",
+            "--moe.z_loss_coeff=0.001",
         ]
         monkeypatch.setattr(Schedule, "z_loss_coeff", lambda schedule, step: 0.001 * (step + 1))
         steps = 3 if degrees == Degrees() else 1

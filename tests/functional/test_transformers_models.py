@@ -234,12 +234,12 @@ def test_a_file_of_chats_with_images_trains(run_ranks, tmp_path):
         "--data.dataset=images",
         f"--data.path={tmp_path / 'chats.jsonl'}",
         f"--job.dump_folder={tmp_path / 'run'}",
-        *("--training.steps=12", "--training.local_batch_size=2", "--optimizer.lr=2e-2"),
-        *(
-            "--lr_scheduler.warmup_steps=0",
-            "--metrics.log_freq=1",
-            "--metrics.enable_tensorboard=false",
-        ),
+        "--training.steps=12",
+        "--training.local_batch_size=2",
+        "--optimizer.lr=2e-2",
+        "--lr_scheduler.warmup_steps=0",
+        "--metrics.log_freq=1",
+        "--metrics.enable_tensorboard=false",
     )
 
     run_ranks(2, lambda: assemble(job).train())
