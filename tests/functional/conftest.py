@@ -36,7 +36,7 @@ from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.config.settings import find_setting, get_value
 from titanlite.materialize import Init, Normal, materialize
-from titanlite.materialize.layout import is_remote
+from titanlite.materialize.layout import is_remote, local_of
 from titanlite.materialize.plan import named_tensors
 from titanlite.models.decoder import build_decoder
 from titanlite.preflight import check
@@ -363,23 +363,44 @@ class Run:
 
 
 def full_tensors(model):
-    """Every parameter and buffer under each of its names, gathered. Collective: every rank must
-    call.
+    """Every parameter and buffer under each of its names, gathered. All tensors are in one message
+    of each rank: a collective for each tensor would take half of the time of a test. Collective:
+    every rank must call.
     """
-    found, elsewhere = {}, []
+    held = {}
     for name, tensor, _ in named_tensors(model):
-        if is_remote(tensor):
-            elsewhere.append(name)
-            continue
-        tensor = tensor.detach()
-        found[name] = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-    if any(gather_objects(bool(elsewhere))):  # in a pipeline, another stage may hold a tensor
-        everything = {
-            name: tensor for of_rank in gather_objects(found) for name, tensor in of_rank.items()
-        }
-        assert everything.keys() == {*found, *elsewhere}
-        found = {name: found.get(name, everything[name]) for name, _, _ in named_tensors(model)}
+        if not is_remote(tensor):
+            is_split = isinstance(tensor, DTensor)
+            layout = (tensor.device_mesh.mesh, tensor.placements) if is_split else None
+            held[name] = local_of(tensor).clone(), layout
+    of_ranks = gather_objects(held)
+    found = {}
+    for name, _, _ in named_tensors(model):  # in a pipeline, another stage may hold a tensor
+        holder = held if name in held else next(other for other in of_ranks if name in other)
+        local, layout = holder[name]
+        found[name] = local if layout is None else join_shards(name, of_ranks, *layout)
     return found
+
+
+def join_shards(name, of_ranks, ranks, placements):
+    """Put a tensor together from the shards that `ranks`, an array with one dimension for each
+    placement, hold. Of replicas it takes this rank's own.
+    """
+    own = (ranks == torch.distributed.get_rank()).nonzero().tolist() or [[0] * ranks.dim()]
+    split = [at for at, placement in enumerate(placements) if not placement.is_replicate()]
+    # FSDP splits the shards of tp and ep: its strided shards are the innermost ones.
+    split.sort(key=lambda at: hasattr(placements[at], "split_factor"))
+
+    def join(index, left):
+        if not left:
+            return of_ranks[ranks[tuple(index)]][name][0]
+        at, *inner = left
+        parts = [
+            join([*index[:at], place, *index[at + 1 :]], inner) for place in range(ranks.shape[at])
+        ]
+        return torch.cat(parts, placements[at].dim)
+
+    return join(own[0], split)
 
 
 def digest(tensor):
