@@ -13,6 +13,7 @@ variable that is read when torch, transformers or Python are imported. This file
 import array
 import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -54,6 +55,8 @@ READ_AT_IMPORT += ("TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMER
 READ_LATER = ("PYTHON_EXEC", "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 # from the launcher to ranks
 READ_LATER += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+# read at imports, too: all served processes have the value of run_train.sh for several machines
+READ_LATER += ("TORCH_CPP_LOG_LEVEL",)
 NAMESPACE = "/proc/self/ns/net"
 STUB = """#!{python} -IS
 import array, ctypes, json, os, signal, socket, sys
@@ -108,32 +111,23 @@ class Served(Launched):
 
     def pid(self, name):
         """Return the process "launcher" or "rank-N"; a new start's ranks take a moment."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(OSError, ValueError):
-                pid = int((self.folder / f"{name}.pid").read_text())
-                os.kill(pid, 0)
-                return pid
-            time.sleep(0.02)
-        raise AssertionError(f"{name} does not start")
+        path = self.folder / f"{name}.pid"
+        self.wait_for(
+            name, lambda: path.exists() and Path("/proc", path.read_text() or "-").exists()
+        )
+        return int(path.read_text())
 
 
 class RankServer:
-    """Starts the server.
+    """Starts the server; `folder` is for its socket and the stand-ins."""
 
-    Args:
-        folder: for its socket and the stand-ins.
-        variables: of the environment, that are read at imports.
-    """
-
-    def __init__(self, folder, **variables):
+    def __init__(self, folder):
         self.address, self._bin = str(folder / "socket"), folder / "bin"
         self._bin.mkdir(parents=True)
         self._variables = {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
-            **variables,
         }
         environment = self.environment()
         read = {
@@ -156,9 +150,8 @@ class RankServer:
             (self._bin / name).write_text(text)
             (self._bin / name).chmod(0o755)
         command = [sys.executable, str(Path(__file__)), self.address, self.python]
-        self.process = subprocess.Popen(
-            command, env={**environment, "PYTHONPATH": str(ROOT)}, cwd=ROOT
-        )
+        environment |= {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self.process = subprocess.Popen(command, env=environment, cwd=ROOT)
 
     def environment(self, **more):
         """Variables for a process that the server shall start, or for a script whose `python3` it
@@ -366,6 +359,8 @@ def _import_everything():
     GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
     if len(threads := os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"{len(threads)} threads after the imports: {threading.enumerate()}")
+    gc.collect()
+    gc.freeze()  # otherwise each fork copies the memory of the modules when it collects garbage
 
 
 def _serve(address, python, parent):

@@ -3,10 +3,13 @@ ranks.
 """
 
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -18,6 +21,7 @@ import numpy.ma  # noqa: F401
 import pytest
 import torch
 from cluster import Launched
+from files import read_lines
 from processes import run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -30,6 +34,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  
 
 from tests.conftest import Ranks
 from tests.saving import save_hf_model
+from titanlite.__main__ import main
 from titanlite.assemble import assemble, build_data
 from titanlite.base.agree import gather_objects
 from titanlite.config import load_config
@@ -125,8 +130,9 @@ _CHAT_TEMPLATE = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-# The parity ladder: name -> (degrees, number of ranks that read different data).
 MESHES = {
+    "1": Degrees(),
+    # the parity ladder
     "FSDP4": Degrees(dp_shard=4),
     "HSDP2x2": Degrees(dp_replicate=2, dp_shard=2),
     "TP2xFSDP2": Degrees(dp_shard=2, tp=2),
@@ -153,6 +159,13 @@ MESHES = {
     "PP2xEP2": Degrees(dp_shard=2, ep=2, pp=2),
     "PP2xTP2xEP2": Degrees(tp=2, ep=2, pp=2),
     "PP2xCP2": Degrees(cp=2, pp=2),
+    # Two ranks, for features whose behaviour other ranks would not change.
+    "FSDP2": Degrees(dp_shard=2),
+    "EP2": Degrees(dp_shard=2, ep=2),
+    "TP2": Degrees(tp=2),
+    "TP2xEP2 only": Degrees(tp=2, ep=2),
+    "CP2": Degrees(cp=2),
+    "PP2": Degrees(pp=2),
 }
 
 
@@ -280,21 +293,24 @@ def examples(tmp_path_factory, cache_folder):
 @pytest.fixture
 def launch(server, config_file, tmp_path):
     """`launch(folder name, *overrides)` starts 2 ranks, which train into this folder of `tmp_path`
-    until they are told to stop; unless `served`, as new processes.
+    until they are told to stop; unless `served`, as a user starts them, in new processes.
+    `misbehave` is code that served processes run first.
     """
     started = []
 
-    def start(name, *overrides, served=True):
-        arguments = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.rank"]
-        arguments += ["--config", str(config_file), f"--job.dump_folder={tmp_path / name}"]
+    def start(name, *overrides, served=True, misbehave=""):
+        arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / name}"]
         arguments += ["--training.steps=100000", *overrides]
         if served:
             folder = tmp_path / f"pids-{len(started)}"
             folder.mkdir()
-            started.append(server.launch(*arguments, folder=folder, joined=False))
+            (folder / "misbehave.py").write_text(misbehave)
+            ranks = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.rank"]
+            started.append(server.launch(*ranks, *arguments, folder=folder, joined=False))
         else:
-            command = [sys.executable, "-m", "titanlite.launch", *arguments]
-            started.append(Launched(command, env=server.environment(PYTHONUNBUFFERED="1")))
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            env = server.environment(NGPU="2", PYTHONUNBUFFERED="1", PATH=path)
+            started.append(Launched(["./run_train.sh", *arguments], env=env))
         return started[-1]
 
     yield start
@@ -455,6 +471,14 @@ def assert_same_run(one, ranks, tolerance_of, *, equal_nan=False):
             )
 
 
+def values_of(folder, name):
+    """Return a metric of the run in `folder` by step; if a step was trained twice, the later
+    value.
+    """
+    points = read_lines(folder / "metrics.jsonl")
+    return {point["step"]: point[name] for point in points if name in point}
+
+
 def run_on_this_rank(job, steps):
     run = train_steps(assemble(job), steps)
     if torch.distributed.get_rank() > 0:  # all ranks gathered the same tensors; pickle them once
@@ -477,6 +501,19 @@ def train_run(run_ranks, checked):
 def call_anew(function, *args):
     torch.manual_seed(0)
     return function(*args)
+
+
+@pytest.fixture(scope="module")
+def once():
+    """`once(key, make)`: what `make()` returned for this key, called once for each test file."""
+    made = {}
+
+    def get(key, make):
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
+    return get
 
 
 @pytest.fixture(scope="module")
@@ -563,6 +600,39 @@ class Finished:
         return self.stdout + self.stderr
 
 
+def run_forked(function):
+    """Call `function()` in a fork, which has no process group and shares the imports."""
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
+
+
+def run_script(path):
+    """Return what `python FILE` prints, in a fork and in the folder of the file."""
+
+    def alone():
+        os.chdir(path.parent)
+        with open("printed", "w") as out, redirect_stdout(out):
+            runpy.run_path(path.name, run_name="__main__")
+
+    run_forked(alone)
+    return (path.parent / "printed").read_text()
+
+
+@pytest.fixture
+def command(capsys):
+    """`command(*arguments)` runs `python -m titanlite` in this process."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main(list(map(str, arguments)))
+        assert not torch.distributed.is_initialized(), "the next call would find a group of ranks"
+        return Finished(code, *capsys.readouterr())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """Starts processes of titanlite in milliseconds: rank_server.py."""
@@ -576,26 +646,15 @@ def run_process(server):
     """`run_process(arguments, timeout_s)` in the checkout; a hang fails.
 
     `sys.executable` in `arguments`, and the `python3` that a script finds, start titanlite from the
-    server unless `served` is off.
+    server.
     """
 
-    def run(
-        arguments,
-        timeout_s,
-        env=None,
-        *,
-        served=True,
-    ):
+    def run(arguments, timeout_s, env=None):
+        server.wait_until_it_serves()
+        arguments = [
+            server.python if argument == sys.executable else argument for argument in arguments
+        ]
         environment = server.environment(**(env or {}))
-        if served:
-            server.wait_until_it_serves()
-            arguments = [
-                server.python if argument == sys.executable else argument for argument in arguments
-            ]
-        else:
-            environment["PATH"] = (
-                f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-            )
         done = run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
         return Finished(done.returncode, done.stdout, done.stderr)
 
