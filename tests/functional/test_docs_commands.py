@@ -2,11 +2,8 @@
 document_blocks.py.
 """
 
-import os
-import shlex
 import shutil
 import subprocess
-import sys
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -58,24 +55,20 @@ def tree(tmp_path_factory, pytestconfig):
     return tmp_path / "tree"
 
 
-def run_block(block, tree, server, *, fresh=False):
-    """Run the block and return its standard output and error. The server starts titanlite, except
-    that with `fresh` the first command starts it as a reader would.
+def run_block(block, tree, server):
+    """Run the block and return its standard output and error. The server starts titanlite;
+    test_end_to_end.py starts it as a reader would.
     """
     server.wait_until_it_serves()
     cache = str(tree.with_name("cache"))
     env = server.environment(NGPU=RANKS, XDG_CACHE_HOME=cache, **{COPY: str(tree)})
-    script = block.script
-    if fresh:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        script = script.replace("./run_train.sh", f"PATH={shlex.quote(path)} ./run_train.sh", 1)
     env |= {
         f"GIT_{who}_{what}": f"{what}@test"
         for who in ("AUTHOR", "COMMITTER")
         for what in ("NAME", "EMAIL")
     }
     done = run_to_end(
-        ["bash", "-euo", "pipefail", "-c", script],
+        ["bash", "-euo", "pipefail", "-c", block.script],
         cwd=tree,
         env=env,
         timeout_s=float(block.options.get("timeout", "300")),
@@ -93,10 +86,10 @@ def run_block(block, tree, server, *, fresh=False):
     ids=lambda path: path.name,
 )
 def test_marked_commands_run_and_show_what_the_document_says(document, tree, server, pytestconfig):
-    for number, block in enumerate(read_blocks(document)):
+    for block in read_blocks(document):
         if "contained" in block.options and not pytestconfig.getoption("--full"):
             continue
-        output = run_block(block, tree, server, fresh=(document.name, number) == ("README.md", 0))
+        output = run_block(block, tree, server)
         missing = block.missing_lines(output)
         report = [block.where, block.script, "did not write", *missing, "but", output[-4000:]]
         assert not missing, "\n".join(report)

@@ -2,12 +2,15 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cluster import Launched
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.functional.conftest import run_script
+from titanlite.launch.rendezvous import find_free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/verify.md").read_text()
@@ -27,37 +30,34 @@ assert not any(name.startswith(("titanlite.trainer", "titanlite.assemble")) for 
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    def run_block(name, *launcher, before=""):
-        path = tmp_path / f"{name}.py"
-        path.write_text(before + BLOCKS[name])
-        variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *launcher, str(path)],
+def test_fsdp2_with_torch_and_safetensors_alone(tmp_path):
+    """Two processes have the variables that torchrun sets; a third one would take seconds to import
+    torch.
+    """
+    path = tmp_path / "with_fsdp2.py"
+    path.write_text(ALONE + BLOCKS["with_fsdp2"])
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    ranks = [
+        Launched(
+            [sys.executable, str(path)],
             cwd=tmp_path,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
+            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return run_block
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_fsdp2_with_torch_and_safetensors_alone(run, ranks):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    assert "saved: sound" in run("with_fsdp2", *launcher, before=ALONE)
+        for rank in range(2)
+    ]
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.report() for rank in ranks]
+    assert "saved: sound" in ranks[0].out
 
 
-def test_trainer_of_transformers(run, tmp_path):
+@pytest.mark.filterwarnings("default")  # of other trainers
+def test_trainer_of_transformers(tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen3Config(vocab_size=64, **sizes, **heads, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
-    shown = run("with_trainer")
+    path = tmp_path / "with_trainer.py"
+    path.write_text(BLOCKS["with_trainer"])
+    shown = run_script(path)
     assert "out/final: sound" in shown
     assert re.search(r"attention +8 +float32 +8 of 8", shown), shown
