@@ -74,6 +74,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without a full stop; its class name if it has no
+    text.
+    """
+    return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+
+
 def cut(text: str, most: int = _MOST_ERROR_CHARS) -> str:
     """Return the first `most` characters of `text`, and the number of omitted ones."""
     return text if len(text) <= most else f"{text[:most]} [{len(text) - most:,} more characters]"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from titanlite.base.errors import ConfigError
 from titanlite.base.files import check_regular
+from titanlite.base.text import first_line
 from titanlite.config.data import get_source_key, get_sources, holds_rows
 from titanlite.config.model import ModelSection
 from titanlite.config.schema import CheckpointSection, JobConfig
@@ -205,10 +206,9 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
                 return folder
         return fetch(local_files_only=False)
     except Exception as error:  # noqa: BLE001 - of the hub's library, or of the one that it reads HTTP with
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and "
-            f"cannot be downloaded: {reason.rstrip('.')}. Correct the name, give a local folder, "
+            f"cannot be downloaded: {first_line(error)}. Correct the name, give a local folder, "
             "or set HF_HOME to a cache that has it; for a gated or private model, accept the "
             "license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import debug
 
 from titanlite.base.errors import ConfigError, TransientError
-from titanlite.base.process import allow_many_files
+from titanlite.base.process import allow_many_files, read_rank, read_world_size
+from titanlite.base.text import first_line
 from titanlite.launch.rendezvous import STORE_FILE, find_interface
 from titanlite.ops.attention import leave_out_cudnn
 from titanlite.ops.matmul import keep_float32
@@ -31,7 +32,7 @@ def _explain(error: RuntimeError) -> TransientError:
     return TransientError(
         f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
         f"ranks through the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
-        f"{str(error).splitlines()[0]} If no rank has ended, set GLOO_SOCKET_IFNAME on each "
+        f"{first_line(error)}. If no rank has ended, set GLOO_SOCKET_IFNAME on each "
         "machine to an interface that the others can reach (`ip address` lists them), or "
         "MASTER_PORT to a free port."
     )
@@ -66,8 +67,7 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
     number = next(_rendezvous_number)
     if path is None and number == 0:
         return {}
-    rank = int(os.environ["RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = read_world_size()
     if path is None:
         store = dist.PrefixStore(
             f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
@@ -75,7 +75,7 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
     else:
         store = dist.FileStore(f"{path}.{number}" if number else path, world_size)
     store.set_timeout(timeout)
-    return {"store": store, "rank": rank, "world_size": world_size}
+    return {"store": store, "rank": read_rank(), "world_size": world_size}
 
 
 def _refuse_idle_gpus() -> None:
@@ -91,7 +91,7 @@ def _refuse_idle_gpus() -> None:
             torch.cuda.init()
             reason = f"it was built for CUDA {torch.version.cuda}"
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
+            reason = first_line(error)
     raise ConfigError(
         f"GPUs: nvidia-smi lists {gpus} on {socket.gethostname()}, but torch {torch.__version__} "
         f"cannot use them: {reason}. Install a torch for their driver, or set "

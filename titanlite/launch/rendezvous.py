@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from titanlite.base.errors import NOTICE_FOLDER, RENDEZVOUS, ConfigError
+from titanlite.base.text import first_line
 from titanlite.launch.protocol import say
 
 # No packet is sent there: connecting a datagram socket only asks the kernel for the route.
@@ -271,7 +272,7 @@ def describe_failure(error: Exception, options: argparse.Namespace) -> str:
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    why = str(cause).strip().partition("\n")[0].rstrip(". ") or type(cause).__name__
+    why = first_line(cause)
     if isinstance(error, RendezvousClosedError):
         why = f"the run '{options.rdzv_id}' has ended on another machine; the output there says why"
     elif isinstance(error, RendezvousTimeoutError):
