@@ -24,7 +24,6 @@ from titanlite.launch.protocol import (
     ENDING,
     STACK_SIGNAL,
     Beat,
-    Restart,
     forget_last_start,
     note_restart,
     read_beats,
@@ -108,9 +107,10 @@ class Guard:
         ):
             return False
         text = "" if failure.said else f"{failure.text}; all ranks were stopped. "
-        say(f"{text}Starting all ranks again: restart {restarts + 1} of {most}.")
+        number = f"restart {restarts + 1} of {most}"
+        say(f"{text}Starting all ranks again: {number}.")
         why = failure.text.partition("\n")[0].rstrip(".")
-        note_restart(self._folder, Restart(why, restarts + 1, most))
+        note_restart(self._folder, f"{number}, because {why}")
         return True
 
     def _end_after_failure(self, pids: Mapping[int, int], failed: Mapping[int, int]) -> None:

@@ -57,17 +57,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOTE_WAIT_S = 2.0
 
 
-@dataclass(frozen=True)
-class Restart:
-    """Why the ranks are restarted: what ended them, the number of this restart, and how many are
-    allowed.
-    """
-
-    why: str
-    count: int
-    most: int
-
-
 def say(text: str) -> None:
     """Print a line to standard error, in the launcher."""
     sys.stderr.write(f"titanlite: {text}\n")
@@ -137,9 +126,11 @@ def forget_last_start(folder: str | Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def note_restart(folder: str | Path, restart: Restart) -> None:
-    """Leave a note that tells the next ranks why they are restarted. Called by the launcher."""
-    Path(folder, _RESTART).write_text(json.dumps(asdict(restart)))
+def note_restart(folder: str | Path, text: str) -> None:
+    """Leave a note for the next ranks: the number of the restart, and its cause. Called by the
+    launcher.
+    """
+    Path(folder, _RESTART).write_text(text)
 
 
 def _find_folder() -> Path | None:
@@ -148,13 +139,13 @@ def _find_folder() -> Path | None:
     return None if folder is None else Path(folder)
 
 
-def read_restart() -> Restart | None:
-    """Return why this rank was restarted, or None if it was not."""
+def read_restart() -> str:
+    """Return the note about the restart of this rank; "" if it was not restarted."""
     folder = _find_folder()
     try:
-        return None if folder is None else Restart(**json.loads((folder / _RESTART).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+        return "" if folder is None else (folder / _RESTART).read_text()
+    except OSError:
+        return ""
 
 
 def claim(name: str) -> bool:

@@ -202,13 +202,10 @@ def record_start(
         logger.info(f"resume: {text}")
         where = f"{where}; {text}"
     restart = read_restart()
-    if restart is None:
+    if not restart:
         record_event("resume" if resumed else "start", where, step)
         return
-    text = (
-        f"restart {restart.count} of {restart.most}, because {restart.why}; training continues "
-        f"from step {step}"
-    )
+    text = f"{restart}; training continues from step {step}"
     logger.info(text)
     record_event("restart", f"{text}; {where}", step)
 

@@ -15,7 +15,6 @@ from titanlite.base.errors import NOTICE_FOLDER
 from titanlite.launch import protocol
 from titanlite.launch.guard import Failure, Guard
 from titanlite.launch.protocol import (
-    Restart,
     beat,
     claim,
     configure_heartbeat,
@@ -162,13 +161,15 @@ def test_restarts_only_where_they_may_help(
     if stopped:
         request_stop(str(tmp_path))
     assert guard.wants_restart(restarts, 3) == expected
-    assert read_restart() == (Restart(failure.text, restarts + 1, 3) if expected else None)
+    assert read_restart() == (
+        f"restart {restarts + 1} of 3, because {failure.text}" if expected else ""
+    )
 
 
 def test_notes_of_the_last_start_go_but_not_those_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv(NOTICE_FOLDER, str(tmp_path))
     request_stop(str(tmp_path))
-    note_restart(tmp_path, Restart("why", 1, 2))
+    note_restart(tmp_path, "why")
     assert claim("traceback") and not claim("traceback")
     forget_last_start(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"stop", "restart"}
