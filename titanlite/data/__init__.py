@@ -4,5 +4,3 @@
 Importing this package does not import transformers (0.5 to 1 s): only the functions that return a
 tokenizer do.
 """
-
-from titanlite.data.corpus import Corpus, build_corpus

@@ -189,23 +189,13 @@ def _find_split(path: Path) -> str | None:
     return next((split for split, names in _SPLITS.items() if not names.isdisjoint(words)), None)
 
 
-def build_stdlib_corpus(root: str | Path | None = None) -> Corpus:
-    """Return the `.py` files of the running Python's standard library, or of `root`, without
-    packages, tests and caches.
+def build_stdlib_corpus(root: str | Path) -> Corpus:
+    """Return the `.py` files in `root`, the folder of Python's standard library, without packages,
+    tests and caches.
 
     About 12 MB and 700 documents for Python 3.11.
-
-    Raises DataError: the folder holds no `.py` file (some minimal Python builds ship the library as
-    a zip file).
     """
-    root = Path(root or sysconfig.get_path("stdlib"))
-    corpus = Corpus(find_files(root, "*.py", _NOT_STDLIB))
-    if not corpus.files:
-        raise DataError(
-            f'data: no .py file in {root}. Set data.dataset = "text" and data.path to your own '
-            "text."
-        )
-    return corpus
+    return Corpus(find_files(Path(root), "*.py", _NOT_STDLIB))
 
 
 def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
@@ -245,15 +235,14 @@ def build_text_corpus(path: str | Path, pattern: str = "") -> Corpus:
 def build_corpus(data: DataSection) -> Corpus:
     """Build the corpus that the `[data]` section names.
 
-    Raises DataError: as `build_stdlib_corpus` and `build_text_corpus`.
+    Raises DataError: as `build_text_corpus`.
     """
+    cache_folder = get_cache_folder(data)
     if data.dataset == "stdlib":
-        return replace(build_stdlib_corpus(), cache_folder=get_cache_folder(data))
-    return replace(
-        build_text_corpus(data.path, data.pattern),
-        cache_folder=get_cache_folder(data),
-        separator=data.document_separator,
-    )
+        corpus = build_stdlib_corpus(sysconfig.get_path("stdlib"))
+        return replace(corpus, cache_folder=cache_folder)
+    corpus = build_text_corpus(data.path, data.pattern)
+    return replace(corpus, cache_folder=cache_folder, separator=data.document_separator)
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:
@@ -297,8 +286,7 @@ def load_or_build(
     `build` runs under a lock and must replace the file atomically. The second result is the time in
     seconds spent on building, or on waiting for another process to build.
 
-    Raises DataError: the folder of `path` cannot be created, locked or written, or the new file is
-    damaged.
+    Raises DataError: the folder of `path` cannot be created, locked or written.
     """
     if (value := load()) is not None:
         return value, 0.0
@@ -315,11 +303,7 @@ def load_or_build(
             f"data: cannot use the cache folder {path.parent}: {error}. Set data.cache_folder to a "
             "writable folder."
         ) from error
-    if value is None:
-        raise DataError(
-            f"data: {path} is damaged although it was just written. Check the disk, or "
-            "data.cache_folder."
-        )
+    assert value is not None, f"{path} was just written"
     return value, time.monotonic() - start_s
 
 

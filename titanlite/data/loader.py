@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.base.errors import DataError
 from titanlite.base.log import logger, warn_once
@@ -26,16 +26,12 @@ from titanlite.data.dataset import (
     Mixture,
     PackedDataset,
     SequenceDataset,
-    Source,
     TrainDataset,
     get_sources,
 )
-from titanlite.data.tokenizer import build_tokenizer
+from titanlite.data.tokenizer import HFTokenizer, build_tokenizer
 from titanlite.data.tokens import build_tokens
 from titanlite.models.families import get_model_type
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 class ValidationSet(NamedTuple):
@@ -137,14 +133,13 @@ class TrainLoader:
         The result is the same at every validation and on any mesh. All ranks get the same number of
         micro-batches of equal shape, filled up with rows without labels.
         """
-        held_out = self._held_out(num_steps)
-        weights = [source.share / count for source, count in held_out]
-        return [
-            ValidationSet(
-                source.name, weight / weights[0], self._validate_on(source.dataset, count)
-            )
-            for (source, count), weight in zip(held_out, weights, strict=True)
-        ]
+        most = num_steps * self.global_batch_size or sys.maxsize
+        found = []
+        for name, share, dataset in get_sources(self.dataset):
+            if count := min(most, dataset.num_validation_sequences):
+                batches = self._validate_on(dataset, count)
+                found.append(ValidationSet(name, share / count, batches))
+        return [each._replace(weight=each.weight / found[0].weight) for each in found]
 
     def validation_batches(self, num_steps: int) -> Iterator[Batch]:
         """Return this rank's micro-batches in all `validation_sets`, one after another; CPU
@@ -160,17 +155,6 @@ class TrainLoader:
             yield from self.micro_batches(number)
         if job.validation.enable:
             yield from self.validation_batches(job.validation.steps)
-
-    def _held_out(self, num_steps: int) -> list[tuple[Source, int]]:
-        """Return the sources with held-out sequences, each with the number of sequences that a
-        validation uses.
-        """
-        most = num_steps * self.global_batch_size or sys.maxsize
-        counts = [
-            (source, source.dataset.num_validation_sequences)
-            for source in get_sources(self.dataset)
-        ]
-        return [(source, min(most, count)) for source, count in counts if count]
 
     def _validate_on(self, dataset: SequenceDataset, count: int) -> Iterator[Batch]:
         size = self.local_batch_size
@@ -230,7 +214,7 @@ def get_kind(data: DataSection) -> str:
     return "stream" if data.dataset == "examples" and data.streaming else data.dataset
 
 
-def build_text(job: JobConfig) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+def build_text(job: JobConfig) -> tuple[HFTokenizer, PackedDataset]:
     """Return the tokenizer and the sequences of plain text."""
     data = resolve_tokenizer_path(job)
     return build_packed(data, job.training.seq_len, "data", None, get_model_type(job.model))
@@ -253,7 +237,7 @@ def resolve_tokenizer_path(job: JobConfig) -> DataSection:
 
 def build_packed(
     data: DataSection, seq_len: int, where: str, tokenizer: Any, model_type: str = ""
-) -> tuple["PreTrainedTokenizerFast", PackedDataset]:
+) -> tuple[HFTokenizer, PackedDataset]:
     """Return the tokenizer, trained on the text unless one is given, and the sequences of
     `data.path`.
     """

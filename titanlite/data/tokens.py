@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,10 +24,13 @@ from titanlite.data.corpus import (
     load_or_build,
     split_text,
 )
-from titanlite.data.tokenizer import END_OF_TEXT, build_end_reader, count_ids, serialize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from titanlite.data.tokenizer import (
+    END_OF_TEXT,
+    HFTokenizer,
+    build_end_reader,
+    count_ids,
+    serialize,
+)
 
 _PIECE_CHARS = 2**20
 _SEARCHED_TOKENS = 2**24  # searched at once for ends of documents
@@ -82,9 +85,7 @@ class TokenizedCorpus:
         return np.concatenate(found)
 
 
-def build_tokens(
-    data: DataSection, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast"
-) -> TokenizedCorpus:
+def build_tokens(data: DataSection, corpus: Corpus, tokenizer: HFTokenizer) -> TokenizedCorpus:
     """Tokenize `corpus`, or map the file that an earlier call made for the same text and tokenizer.
 
     A special token in the text is encoded as ordinary text, except between documents and at the
@@ -164,7 +165,7 @@ def _batches(
         yield batch
 
 
-def _write(path: Path, corpus: Corpus, tokenizer: "PreTrainedTokenizerFast", dtype: str) -> None:
+def _write(path: Path, corpus: Corpus, tokenizer: HFTokenizer, dtype: str) -> None:
     num_tokens = num_documents = 0
     separators = Counter[str]()
     spelled = Counter[str]()

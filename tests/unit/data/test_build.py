@@ -2,7 +2,7 @@ import pytest
 
 from titanlite.assemble import build_data
 from titanlite.config.schema import JobConfig
-from titanlite.data import build_corpus
+from titanlite.data.corpus import build_corpus
 from titanlite.data.tokenizer import build_tokenizer
 
 

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.saving import save_tokenizer
 from titanlite.config.data import DataSection
-from titanlite.data import build_corpus
-from titanlite.data.corpus import Corpus, build_text_corpus
+from titanlite.data.corpus import Corpus, build_corpus, build_text_corpus
 from titanlite.data.tokenizer import (
     build_tokenizer,
     load_tokenizer,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from files import read_json, write_json
 from tokenizers.processors import TemplateProcessing
 
-from titanlite.data import build_corpus
 from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data import tokens as tokens_module
+from titanlite.data.corpus import build_corpus
 from titanlite.data.tokenizer import END_OF_TEXT, build_tokenizer
 from titanlite.data.tokens import build_tokens
 
