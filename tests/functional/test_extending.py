@@ -378,7 +378,7 @@ def fails(log_probs, batch):
         ),
         ("some", "leaves out"),
         ("nothing", "returned NoneType. Return a torch.optim.Optimizer"),
-        ("scalar", r"the loss is shape \(\), not a tensor of shape \(4,\)"),
+        ("scalar", r"the loss is a tensor of shape \(\), not a tensor of shape \(4,\)"),
         ("constant", "the loss depends on nothing that is trained"),
         ("fails", "a trial raised AttributeError"),
     ],

@@ -72,14 +72,12 @@ def _split(found: Any, shape: tuple[int, ...]) -> tuple[torch.Tensor, Mapping[st
     loss, metrics = parts
     if not isinstance(metrics, Mapping):
         raise TypeError(f"it returned {type(metrics).__name__} for metrics, not a dictionary")
+    wanted = f"a tensor of shape {shape}"
     for name, value in {"the loss": loss, **metrics}.items():
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-            kind = (
-                f"shape {tuple(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise TypeError(f"{name} is {kind}, not a tensor of shape {shape}")
+        is_tensor = isinstance(value, torch.Tensor)
+        kind = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
+        if kind != wanted:
+            raise TypeError(f"{name} is {kind}, not {wanted}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise TypeError("the loss depends on nothing that is trained")
     return loss, metrics
