@@ -34,7 +34,6 @@ from titanlite.data.dataset import (
     permute_places,
 )
 from titanlite.data.loader import build_packed, resolve_tokenizer_path
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.features.sft.build import build_example_dataset, load_example_tokenizer
 from titanlite.features.streams.stream import build_stream_dataset
 
@@ -56,8 +55,7 @@ class MixtureDataset:
             different mixture (`resume_at`).
 
     Raises:
-        DataError: only some sources have preference pairs; or there are no weights, and the length
-            of a source is unknown.
+        DataError: only some sources have preference pairs.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class MixtureDataset:
         if weights is None and len(sources) == 1:
             weights = dict.fromkeys(self.names, 1.0)  # a stream may be the only one
         self.order = _Order(
-            _get_sizes(sources)
+            np.array([part.num_train_sequences for part in self.parts], dtype=np.int64)
             if weights is None
             else _get_quotas([weights[name] for name in self.names])
         )
@@ -265,33 +263,14 @@ def _get_quotas(weights: Sequence[float]) -> np.ndarray:
     return quotas
 
 
-def _get_sizes(sources: Mapping[str, SequenceDataset]) -> np.ndarray:
-    sizes = {name: part.num_train_sequences for name, part in sorted(sources.items())}
-    for name, size in sizes.items():
-        if size is None:
-            raise DataError(
-                f"data.sources.{name}: the size of a stream is not known. Set the weight of every "
-                "source."
-            )
-    return np.array([*sizes.values()], dtype=np.int64)
-
-
 def build_mixture(job: JobConfig) -> tuple[Any, MixtureDataset]:
     """Build the tokenizer and the mixture of `data.sources`. DataError: a source cannot be used;
     the message names it.
     """
     data = resolve_tokenizer_path(job)
     seq_len = job.training.seq_len
-    if not data.tokenizer_path:  # a tokenizer would be trained on the first source only
-        raise DataError(
-            "data: data.sources need a tokenizer, and there is no tokenizer.json at model.path. "
-            "Set model.path, or data.tokenizer_path, to a folder with one."
-        )
-    tokenizer = (
-        load_tokenizer(data.tokenizer_path)
-        if data.dataset == "text"
-        else load_example_tokenizer(data)
-    )
+    # for text, too: a tokenizer would be trained on the first source only
+    tokenizer = load_example_tokenizer(data)
     parts: dict[str, SequenceDataset] = {}
     for name, source in data_config.get_sources(data).items():
         where = f"data.sources.{name}"

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from titanlite.config.schema import JobConfig
 from titanlite.data.corpus import get_cache_folder
 from titanlite.data.dataset import permute_places
 from titanlite.data.loader import resolve_tokenizer_path
-from titanlite.data.tokenizer import count_ids
+from titanlite.data.tokenizer import HFTokenizer, count_ids
 from titanlite.features.sft.build import (
     build_held_out,
     get_chat_warnings,
@@ -49,9 +49,6 @@ from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.examples import encode_rows, make_encoder, make_key
 from titanlite.features.sft.rows import Row, Rows, open_rows
 from titanlite.features.sft.unread import describe_unread
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _FORMAT_VERSION = 4  # raise it if blocks or their packing change
 _START = (0, 0)
@@ -85,7 +82,7 @@ class StreamDataset(ExampleSequences):
         self,
         data: DataSection,
         rows: Rows,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: HFTokenizer,
         held_out: ExampleSet | None,
         seq_len: int,
         pad_token_id: int,
@@ -98,6 +95,8 @@ class StreamDataset(ExampleSequences):
         self.seq_len = seq_len
         self.pad_token_id = pad_token_id
         self.seed = seed
+        # as configured: the result of 'auto' is not known before the first row, and is not pairs
+        self.form = data.format
         self.vocab_size = count_ids(tokenizer)
         self.num_train_sequences = None
         self._held_out_rows = (
@@ -126,13 +125,6 @@ class StreamDataset(ExampleSequences):
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
         # A micro-batch may need two blocks, and one more is made in advance.
         self._begin = lru_cache(maxsize=3)(self._submit)
-
-    @property
-    def form(self) -> str:
-        """Row format as configured; the result of 'auto' is not known before the first row, and
-        must not be pairs.
-        """
-        return self.data.format
 
     @property
     def examples_per_sequence(self) -> float:
@@ -257,7 +249,7 @@ def _load_ends(file: Path) -> list[tuple[_Place, int]]:
         return []
 
 
-def build_stream(job: JobConfig) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
+def build_stream(job: JobConfig) -> tuple[HFTokenizer, StreamDataset]:
     """Build the tokenizer and the dataset of `data.streaming`."""
     return build_stream_dataset(
         resolve_tokenizer_path(job), job.training.seq_len, job.training.seed
@@ -269,8 +261,8 @@ def build_stream_dataset(
     seq_len: int,
     seed: int,
     where: str = "data",
-    tokenizer: "PreTrainedTokenizerFast | None" = None,
-) -> tuple["PreTrainedTokenizerFast", StreamDataset]:
+    tokenizer: HFTokenizer | None = None,
+) -> tuple[HFTokenizer, StreamDataset]:
     """Return the tokenizer, which is loaded unless given, and the stream of `data.path`; `where`
     names the section in the log.
     """
