@@ -9,11 +9,9 @@ rendering. Before training all rows are checked, and each image is decoded.
 Shape suffixes: B sequences in a batch, L tokens per sequence.
 """
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -26,7 +24,7 @@ from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.files import open_regular
 from titanlite.base.hf_objects import load_from_folder
 from titanlite.base.log import logger
-from titanlite.base.text import describe_error
+from titanlite.base.text import describe_error, first_line
 from titanlite.config.schema import JobConfig
 from titanlite.data.dataset import (
     SequenceDataset,
@@ -36,10 +34,11 @@ from titanlite.data.dataset import (
 )
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
-from titanlite.features.sft.chat import End, Turn, TurnFinder, shows
+from titanlite.features.sft.chat import ChatRenderer, list_answers
 from titanlite.features.sft.chat_template import set_date
-from titanlite.features.sft.forms import take_weight
-from titanlite.features.sft.readers import RowError, first_line, read_rows
+from titanlite.features.sft.forms import Chat, Messages, take_weight
+from titanlite.features.sft.readers import RowError
+from titanlite.features.sft.rows import LocalRows
 from titanlite.features.sft.unread import refuse_unread
 from titanlite.ops import IGNORE_INDEX
 
@@ -90,13 +89,40 @@ class ImageBatch:
 
 
 class ImageRow(NamedTuple):
-    """One chat: its file and line, its messages as the template expects them, and its images in
-    order.
+    """One chat: its file and line, its messages as the template expects them, its images in order,
+    and the messages that are not trained.
     """
 
     place: str
-    messages: list[dict[str, Any]]
+    messages: Messages
     images: tuple[Path, ...]
+    untrained: frozenset[int]
+
+
+class ImageChatRenderer(ChatRenderer):
+    """Renderer of chats by the template of `processor`; `date` is the template's current date."""
+
+    def __init__(self, processor: Any, date: str) -> None:
+        super().__init__(processor.tokenizer)
+        self._processor = processor
+        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+        # None: the default one of several by name
+        self._text = set_date(template, date) if isinstance(template, str) else None
+
+    def show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
+        try:
+            return str(
+                self._processor.apply_chat_template(
+                    messages,
+                    chat_template=self._text,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                )
+            )
+        except Exception as error:  # a template may raise any error
+            raise RowError(
+                "template failed", f"the model's processor refuses it: {first_line(error)}"
+            ) from error
 
 
 class ImageDataset(ShuffledSequences):
@@ -128,14 +154,7 @@ class ImageDataset(ShuffledSequences):
                 "held out."
             )
         self.seq_len, self._rows, self._processor = seq_len, rows, processor
-        self._finder = TurnFinder(processor.tokenizer)
-        self._get_end = cache(self._find_end)
-        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
-        self._options = (
-            {"chat_template": set_date(template, date)}
-            if date and isinstance(template, str)
-            else {}
-        )
+        self._renderer = ImageChatRenderer(processor, date)
         self._padding = get_padding(processor.tokenizer) or 0
         digest = sha256()
         problems = []
@@ -186,24 +205,20 @@ class ImageDataset(ShuffledSequences):
 
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         images = [load_image(row.place, path) for path in row.images]
+        chat = Chat(row.messages, untrained=row.untrained)
         try:
-            answers = [
-                i
-                for i, m in enumerate(row.messages)
-                if m["role"] == "assistant" and m.get("weight") != 0
-            ]
-            turns = [self._find_turn(row, i) for i in answers]
-            text = self._show(row.messages)
+            turns, text = self._renderer.render(chat)
         except RowError as error:
             raise DataError(f"{row.place}: {error}") from None
-        if answers and answers[-1] == len(row.messages) - 1 and turns[-1].text.startswith(text):
+        if turns[-1].text.startswith(text):
             text = turns[-1].text  # with the end of turn that the next message would add
         ids, extra = self._encode(row, len(row.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
-        for i, turn in zip(answers, turns, strict=True):
+        for i, turn in zip(list_answers(chat), turns, strict=True):
             before, _ = self._encode(row, i, turn.prompt, images)
             done, _ = self._encode(row, i + 1, turn.text, images)
-            if not (_begins(done, before) and _begins(ids, done)):
+            is_alike = torch.equal(done[: len(before)], before)
+            if not (is_alike and torch.equal(ids[: len(done)], done)):
                 raise DataError(
                     f"{row.place}: the chat template renders messages[{i}] differently in the "
                     "whole chat than after its prompt, so the model would learn text that "
@@ -211,42 +226,13 @@ class ImageDataset(ShuffledSequences):
                 )
             trained[len(before) : len(done)] = True
         if not trained[1:].any():
-            raise DataError(
-                f"{row.place}: there is no message of the assistant to train on. Remove the row."
-            )
+            raise DataError(f"{row.place}: no token of the row is trained. Remove it.")
         if len(ids) > self.seq_len:
             raise DataError(
                 f"{row.place}: {len(ids)} tokens with the images, but training.seq_len is "
                 f"{self.seq_len}. Raise it, or shrink the images."
             )
         return ids, trained, extra
-
-    def _find_turn(self, row: ImageRow, i: int) -> Turn:
-        """Return the turn of the answer `row.messages[i]`."""
-        prompt = self._show(row.messages[:i], prompt=True)
-        done = self._show(row.messages[: i + 1])
-        end = self._get_end(isinstance(row.messages[i]["content"], list))
-        turn = self._finder.find_turn(prompt, done, end)
-        said = row.messages[i]["content"]
-        texts = [said] if isinstance(said, str) else [part.get("text", "") for part in said]
-        if turn is None or not all(shows(turn.answer, text) for text in texts):
-            text = (
-                f"the chat template shows messages[{i}] after a different prompt than at "
-                "inference, or not at all."
-            )
-            raise RowError("prompt differs", f"{text} Use another template.")
-        return turn
-
-    def _find_end(self, as_parts: bool) -> End:
-        return self._finder.find_end(self._show, as_parts=as_parts)
-
-    def _show(self, messages: list[dict[str, Any]], *, prompt: bool = False) -> str:
-        try:
-            options = self._options | {"add_generation_prompt": prompt}
-            return str(self._processor.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # a template may raise any error
-            text = f"the model's processor refuses it: {first_line(error)}"
-            raise RowError("template failed", text) from error
 
     def _encode(
         self, row: ImageRow, num_messages: int, text: str, images: list[Any]
@@ -287,10 +273,6 @@ def _join(values: list[Tensor]) -> Tensor:
     return torch.cat(padded)
 
 
-def _begins(whole: Tensor, start: Tensor) -> bool:
-    return len(start) <= len(whole) and torch.equal(whole[: len(start)], start)
-
-
 def load_processor(folder: str) -> Any:
     """Return the processor of the model in `folder`. DataError: it is missing, or has no chat
     template.
@@ -298,8 +280,9 @@ def load_processor(folder: str) -> Any:
     try:
         processor = load_from_folder("AutoProcessor", folder)
     except Exception as error:  # transformers hardly checks these files
-        reason = " ".join(str(error).split())
-        raise DataError(f"data: cannot load the processor of {folder}: {reason}") from error
+        raise DataError(
+            f"data: cannot load the processor of {folder}: {describe_error(error)}."
+        ) from error
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
         raise DataError(
             f"data: {folder} has no processor for images, only {type(processor).__name__}."
@@ -313,14 +296,8 @@ def load_image(place: str, path: Path) -> Any:
     """Return the decoded image, RGB. DataError: the file is missing or does not decode; names
     `place` and the file.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(
-            "data: images are decoded by Pillow, which cannot be imported: "
-            f"{describe_error(error)}. Reinstall it: `{sys.executable} -m pip install "
-            "--force-reinstall pillow`."
-        ) from None
+    from PIL import Image  # a processor for images needs it, too
+
     try:
         with open_regular(path) as file, warnings.catch_warnings():
             # our limit is lower
@@ -333,7 +310,7 @@ def load_image(place: str, path: Path) -> Any:
                 f"{place}: cannot read {path}: {error.strerror}. Correct the path."
             ) from None
         raise DataError(
-            f"{place}: {path} does not decode: {first_line(error).rstrip('.')}. Replace it by an "
+            f"{place}: {path} does not decode: {first_line(error)}. Replace it by an "
             f"image that does ({', '.join(_FORMATS)}), or remove the row."
         ) from error
 
@@ -361,19 +338,14 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     by line.
     """
     rows, problems = [], []
-    try:
-        for number, row in read_rows(path):
-            place = f"{path}, row {number}"
-            try:
-                if not isinstance(row, dict):
-                    raise DataError(f"{place}: {row}")
-                rows.append(_parse(place, row, path.parent))
-            except (DataError, RowError) as error:
-                problems.append(str(error))
-    except OSError as error:
-        raise DataError(
-            f"data.path: cannot read {path}: {error.strerror}. Set it to a .jsonl file."
-        ) from None
+    for number, row in LocalRows((path,)).read(0, 0):
+        place = f"{path}, row {number}"
+        try:
+            if not isinstance(row, dict):
+                raise DataError(f"{place}: {row}")
+            rows.append(_parse(place, row, path.parent))
+        except (DataError, RowError) as error:
+            problems.append(str(error))
     raise_problems(DataError, "data", problems)
     return rows
 
@@ -388,16 +360,18 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
             f"{place}: has '{given[0]}', which chats with images do not take. Remove it."
         )
     images = []
+    untrained = set()
     for i, message in enumerate(messages):
-        kinds = {"role": str, "content": str | list}
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(k), kind) for k, kind in kinds.items()
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str | list)
         ):
             raise DataError(
                 f"{place}: messages[{i}] has no role and content, text or a list of parts."
             )
         if not take_weight(message, f"{place}: messages[{i}]"):
-            message["weight"] = 0
+            untrained.add(i)
         for j, part in enumerate(_parts_of(message)):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in ("text", "image") or not isinstance(part.get(kind), str):
@@ -410,7 +384,7 @@ def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
                 images.append(folder / part["image"])
     if not images:
         raise DataError(f"{place}: has no image. Rows of text belong in a dataset without images.")
-    return ImageRow(place, messages, tuple(images))
+    return ImageRow(place, messages, tuple(images), frozenset(untrained))
 
 
 def _parts_of(message: dict[str, Any]) -> list[Any]:

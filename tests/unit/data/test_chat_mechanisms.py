@@ -35,7 +35,7 @@ def messages_of(case):
 
 
 def encode(tokenizer, messages, **more):
-    encoder = ExampleEncoder(tokenizer, "messages", train_all=False)
+    encoder = ExampleEncoder(ChatRenderer(tokenizer), "messages")
     (found,) = encoder.encode([{"messages": messages, **more}])
     if isinstance(found, RowError):
         raise found
@@ -121,7 +121,7 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
     with pytest.raises(RowError, match=f"the chat template drops {case['says']}"):
         encode(make_tokenizer(template), **row)
     renderer = ChatRenderer(make_tokenizer(template), warn_of_dropped=True)
-    encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
+    encoder = ExampleEncoder(renderer, "messages")
     (found,) = encoder.encode([row])
     assert not isinstance(found, RowError) and sum(encoder.renderer.counts.values()) > 0
 
@@ -130,7 +130,7 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
 def test_an_answer_is_whole_and_ends(make_tokenizer, case):
     """This includes a call without arguments; an equal second row has equal tokens."""
     tokenizer = make_tokenizer(case["template"])
-    encoder = ExampleEncoder(tokenizer, "messages")
+    encoder = ExampleEncoder(ChatRenderer(tokenizer), "messages")
     first, second = encoder.encode([{"messages": messages_of(case)}] * 2)
     assert not isinstance(first, RowError) and not isinstance(second, RowError)
     found = []
@@ -163,33 +163,10 @@ def test_arguments_of_the_run_are_part_of_the_template(make_tokenizer):
     assert not off.decode(encode_prompt(off, row)).endswith("<think></think>")
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ m[0].x|tojson }}",
-    ],
-)
-def test_what_is_too_much_for_python_is_an_error_of_its_row(make_tokenizer, template):
-    deep = "a"
-    for _ in range(5000):
-        deep = [deep]
-    call = {
-        "role": "assistant",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"x": deep}}}],
-    }
-    for messages in (
-        [*chat("a"), {"role": "assistant", "content": "b", "x": deep}],
-        [*chat("a"), call],
-    ):
-        with pytest.raises(RowError):
-            encode(make_tokenizer(template.replace("m[0]", "messages[-1]")), messages)
-
-
 def test_a_run_has_one_date(make_tokenizer):
     template = "{{ strftime_now('%d %b %Y') }}" + TURN + ASK
     renderer = ChatRenderer(make_tokenizer(template), date="2025-02-03")
-    encoder = ExampleEncoder(make_tokenizer(template), "messages", renderer=renderer)
+    encoder = ExampleEncoder(renderer, "messages")
     (found,) = encoder.encode([{"messages": chat("a", "b")}])
     assert not isinstance(found, RowError)
     text = make_tokenizer(template).decode(found[0][0].ids.tolist())

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import read_regular
@@ -15,7 +15,7 @@ from titanlite.base.text import parse_object
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
 from titanlite.data.loader import resolve_tokenizer_path
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import HFTokenizer, load_tokenizer
 from titanlite.features.sft.chat import DROPPED, NO_END, SPELLED
 from titanlite.features.sft.chat_template import set_arguments
 from titanlite.features.sft.dataset import (
@@ -30,11 +30,8 @@ from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import open_rows
 from titanlite.features.sft.unread import describe_unread
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
-
-def build_sft(job: JobConfig) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
+def build_sft(job: JobConfig) -> tuple[HFTokenizer, ExampleDataset]:
     """Build the tokenizer and the dataset of `data.dataset` = "examples"."""
     return build_example_dataset(resolve_tokenizer_path(job), job.training.seq_len)
 
@@ -43,8 +40,8 @@ def build_example_dataset(
     data: DataSection,
     seq_len: int,
     where: str = "data",
-    tokenizer: "PreTrainedTokenizerFast | None" = None,
-) -> tuple["PreTrainedTokenizerFast", ExampleDataset]:
+    tokenizer: HFTokenizer | None = None,
+) -> tuple[HFTokenizer, ExampleDataset]:
     """Load the tokenizer, unless it is given, and the examples of `data.path`; `where` is the
     section's name, for the log.
 
@@ -73,21 +70,19 @@ def build_example_dataset(
     return tokenizer, dataset
 
 
-def build_held_out(
-    data: DataSection, seq_len: int, tokenizer: "PreTrainedTokenizerFast"
-) -> ExampleSet:
+def build_held_out(data: DataSection, seq_len: int, tokenizer: HFTokenizer) -> ExampleSet:
     """Return the examples of `data.validation_path`."""
     rows = open_rows(replace(data, path=data.validation_path, split=data.validation_split))
     return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
 
 
-def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
+def load_example_tokenizer(data: DataSection) -> HFTokenizer:
     """Return the tokenizer with its chat template."""
     if not data.tokenizer_path:
         raise DataError(
-            "data: rows of examples need a tokenizer, and there is no tokenizer.json at "
-            "model.path. Set model.path to the model to fine-tune, or data.tokenizer_path to a "
-            "folder with a tokenizer."
+            "data: rows of examples, and data.sources, need a tokenizer, and there is no "
+            "tokenizer.json at model.path. Set model.path to the model to fine-tune, or "
+            "data.tokenizer_path to a folder with a tokenizer."
         )
     tokenizer = load_tokenizer(data.tokenizer_path)
     if data.chat_template:
@@ -102,7 +97,7 @@ def load_example_tokenizer(data: DataSection) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def get_padding(tokenizer: "PreTrainedTokenizerFast") -> int:
+def get_padding(tokenizer: HFTokenizer) -> int:
     """Return the token that fills up rows."""
     padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return cast(int, padding)
@@ -117,11 +112,6 @@ def _read_template(path: str) -> str:
         ) from None
 
 
-def get_left_out(dataset: ExampleDataset) -> Counter[str]:
-    """Count skipped rows, and cut or dropped examples, by reason."""
-    return sum((source.left_out for source in dataset.sources), Counter())
-
-
 def describe(dataset: ExampleDataset) -> str:
     """Return one line for the log of a run."""
     train = dataset.train
@@ -130,12 +120,13 @@ def describe(dataset: ExampleDataset) -> str:
     split = f", {num_split} longer documents split" if num_split else ""
     share = train.num_trained / train.num_tokens  # without padding
     unread = describe_unread(sum_counts(source.examples for source in dataset.sources))
+    left_out = sum((source.left_out for source in dataset.sources), Counter[str]())
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
         f"{len(dataset.held_out.selected)} held out{split}; {train.num_tokens} tokens, {share:.1%} "
         f"trained; {dataset.num_train_sequences} sequences of {dataset.seq_len}, "
         f"{dataset.packing_efficiency:.1%} full; left out: "
-        f"{describe_counts(get_left_out(dataset))}{f'; {unread}' if unread else ''}"
+        f"{describe_counts(left_out)}{f'; {unread}' if unread else ''}"
     )
 
 

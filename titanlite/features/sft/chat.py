@@ -19,20 +19,18 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import takewhile
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titanlite.base.errors import DataError
+from titanlite.data.tokenizer import HFTokenizer
 from titanlite.features.sft.chat_template import REMEDY, ChatTemplate
 from titanlite.features.sft.forms import REASONING, Chat, Messages
 from titanlite.features.sft.readers import RowError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # Flags of a token: it counts in the loss; it is part of an answer; it ends an answer.
 TRAINED = 1
@@ -98,16 +96,10 @@ class End(NamedTuple):
     header: str = ""
 
 
-class Show(Protocol):
-    """Renderer of a conversation as text. Raises RowError: the template fails."""
-
-    def __call__(self, messages: Messages, *, prompt: bool = False) -> str: ...
-
-
 class TurnFinder:
     """Finder of answers in the text of a chat template, with the special tokens of `tokenizer`."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         self.special_tokens = {
@@ -160,9 +152,9 @@ class TurnFinder:
             same = mark.start()
         return same
 
-    def find_end(self, show: Show, *, has_calls: bool = False, as_parts: bool = False) -> End:
+    def find_end(self, show: Callable[..., str], *, has_calls: bool, as_parts: bool) -> End:
         """Find how a completed turn ends. The turn has a call (`has_calls`) or content, which is
-        text or a list of parts (`as_parts`).
+        text or a list of parts (`as_parts`). `show` renders messages, as `ChatRenderer.show`.
 
         Raises RowError: the template rejects or drops it.
         """
@@ -220,7 +212,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        tokenizer: HFTokenizer,
         *,
         train_all: bool = False,
         warn_of_dropped: bool = False,
@@ -239,7 +231,7 @@ class ChatRenderer:
         Raises as `ChatTemplate.render`.
         """
         chat = self._choose_arguments(chat)
-        return self._show(chat, chat.messages, prompt=True)
+        return self.show(chat, chat.messages, prompt=True)
 
     def render(self, chat: Chat) -> Conversation:
         """Return the answers of one chat, each as inference produces it.
@@ -249,11 +241,7 @@ class ChatRenderer:
             RowError: the template fails, drops a part, or shows an answer after a different prompt
                 than at inference; or the chat has no answer.
         """
-        answers = [
-            i
-            for i, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and i >= chat.answers_from and i not in chat.untrained
-        ]
+        answers = list_answers(chat)
         if not answers and not self.train_all:
             raise RowError(
                 "no trained token",
@@ -266,11 +254,11 @@ class ChatRenderer:
                 'before it, or give it "weight": 0.',
             )
         shown = self._choose_arguments(chat)
-        prompts = [self._show(shown, shown.messages[:i], prompt=True) for i in answers]
-        done = [self._show(shown, shown.messages[: i + 1]) for i in answers]
+        prompts = [self.show(shown, shown.messages[:i], prompt=True) for i in answers]
+        done = [self.show(shown, shown.messages[: i + 1]) for i in answers]
         turns = [self._find_turn(shown, *each) for each in zip(answers, prompts, done, strict=True)]
         is_last = answers[-1:] == [len(chat.messages) - 1]
-        whole = done[-1] if is_last else self._show(shown, shown.messages)
+        whole = done[-1] if is_last else self.show(shown, shown.messages)
         dropped = _list_dropped(chat, answers, turns, whole)
         if dropped and not self.warn_of_dropped:
             raise RowError(
@@ -309,19 +297,21 @@ class ChatRenderer:
         it.
         """
         has_calls = "tool_calls" in chat.messages[i]
+        as_parts = isinstance(chat.messages[i]["content"], list)
+        as_text = chat.arguments_as_text
         arguments = json.dumps(chat.template_kwargs)
-        end = self._get_end(has_calls, bool(chat.tools), chat.arguments_as_text, arguments)
+        end = self._get_end(has_calls, as_parts, bool(chat.tools), as_text, arguments)
         turn = self._finder.find_turn(prompt, done, end)
         if turn is None:
             same = self._finder.count_common(prompt, done)
-            text = (
+            raise RowError(
+                "prompt differs",
                 f"the chat template shows messages[{i}] after a different prompt than at "
                 f"inference: {prompt[same:][:40]!r} there, {done[same:][:40]!r} here. Give the "
                 "answer the reasoning that the prompt opens, set an argument of the template with "
                 "data.chat_template_kwargs, such as {enable_thinking = false}, or set "
-                "data.chat_template to a template that shows both in the same way."
+                "data.chat_template to a template that shows both in the same way.",
             )
-            raise RowError("prompt differs", text)
         if not end.text:
             self.counts[NO_END] += 1
         elif not end.tail.startswith(end.text):
@@ -330,20 +320,25 @@ class ChatRenderer:
             self.counts["answers after empty reasoning that only the prompt shows"] += 1
         return turn
 
-    def _find_end(self, has_calls: bool, has_tools: bool, as_text: bool, arguments: str) -> End:
+    def _find_end(
+        self, has_calls: bool, as_parts: bool, has_tools: bool, as_text: bool, arguments: str
+    ) -> End:
         tools = [_TOOL] if has_tools else None
         chat = Chat([], 0, tools, json.loads(arguments), arguments_as_text=as_text)
+        show = partial(self.show, chat)
         try:
-            return self._finder.find_end(partial(self._show, chat), has_calls=has_calls)
+            return self._finder.find_end(show, has_calls=has_calls, as_parts=as_parts)
         except RowError:
-            return self._get_end(False, has_tools, as_text, arguments) if has_calls else End()
+            if not has_calls:
+                return End()
+            return self._get_end(False, as_parts, has_tools, as_text, arguments)
 
     def get_end_token(self) -> int | None:
         """Return the special token that ends an answer without calls; None if there is none.
 
         Raises DataError: the tokenizer has no chat template.
         """
-        text = self._get_end(False, False, False, "{}").text
+        text = self._get_end(False, False, False, False, "{}").text
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         return ids[-1] if ids and ids[-1] in special else None
@@ -358,13 +353,13 @@ class ChatRenderer:
         given = [call["function"]["arguments"] for call in calls]
         as_text = replace(chat, arguments_as_text=True)
         try:
-            text = self._show(chat, chat.messages)
+            text = self.show(chat, chat.messages)
         except RowError:
             text = ""
         if text and not any(value in text for one in given for value in _list_python_texts(one)):
             return chat
         try:
-            other = self._show(as_text, chat.messages)
+            other = self.show(as_text, chat.messages)
         except RowError:
             return chat
         # A template that prints each argument separately may show nothing of a JSON text.
@@ -373,10 +368,22 @@ class ChatRenderer:
         self.counts["chats with tool arguments as JSON text"] += 1
         return as_text
 
-    def _show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
+    def show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
+        """Render `messages` with the tools and arguments of `chat`. Raises as
+        `ChatTemplate.render`.
+        """
         if chat.arguments_as_text:
             messages = [_with_text_arguments(message) for message in messages]
         return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
+
+
+def list_answers(chat: Chat) -> list[int]:
+    """Return the indices of the messages that are trained."""
+    return [
+        i
+        for i, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and i >= chat.answers_from and i not in chat.untrained
+    ]
 
 
 def _count_common(first: str, second: str) -> int:
@@ -407,6 +414,9 @@ def _list_texts(message: dict[str, Any], *, with_thought: bool) -> Iterator[tupl
     """
     role = message["role"]
     content = message.get("content") or ""
+    if isinstance(content, list):
+        yield from ((".content", part.get("text", "")) for part in content)
+        return
     thought = _THOUGHT.search(content)
     if with_thought and thought:
         yield ".content (its thought)", thought[1]
@@ -498,7 +508,7 @@ def any_of(tokens: set[str]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def get_end_token(tokenizer: "PreTrainedTokenizerFast") -> int | None:
+def get_end_token(tokenizer: HFTokenizer) -> int | None:
     """Return the special token that ends an answer of the tokenizer's chat template; None if there
     is none.
     """

@@ -7,18 +7,16 @@ run.
 import re
 from dataclasses import replace
 from datetime import date as Date
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from jinja2.exceptions import TemplateError
 
 from titanlite.base.errors import DataError
 from titanlite.checkpoint.start import Start
 from titanlite.config import JobConfig
+from titanlite.data.tokenizer import HFTokenizer
 from titanlite.features.sft.forms import Messages
 from titanlite.features.sft.readers import RowError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 REMEDY = (
     "Correct the row, set an argument of the template with data.chat_template_kwargs, or give "
@@ -39,7 +37,7 @@ _ERRORS = (
 
 
 class ChatTemplate:
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", date: str = "") -> None:
+    def __init__(self, tokenizer: HFTokenizer, date: str = "") -> None:
         self._tokenizer = tokenizer
         self._date = date
         self._special: dict[str, Any] = tokenizer.special_tokens_map

@@ -6,7 +6,7 @@ Shape suffixes: B rows in a batch, L tokens per row.
 
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -238,14 +238,35 @@ class ExampleSequences:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Return the sequences `indices` (B,); of a pair, the chosen answer first, then the
         rejected one.
+
+        The label of a token is the next token of its document, if that one is trained; the last
+        token of a document has none.
         """
-        rows = []
-        for index in np.asarray(indices, dtype=np.int64).tolist():
-            part, members = self.get_members(index)
-            used = [place for member in members for place in part.get_documents(int(member))]
-            examples = part.examples
-            rows.append([(examples.tokens[place], examples.flags[place]) for place in used])
-        return make_batch(rows, self.seq_len, self.pad_token_id)
+        shape = (len(indices), self.seq_len)
+        tokens_BL = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels_BL = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        positions_BL = np.zeros(shape, dtype=np.int64)
+        document_ids_BL = np.full(shape, -1, dtype=np.int64)
+        for row, index in enumerate(indices):
+            part, members = self.get_members(int(index))
+            places = (place for member in members for place in part.get_documents(int(member)))
+            start = 0
+            for document_id, place in enumerate(places):
+                ids = part.examples.tokens[place].astype(np.int64)
+                stop = start + len(ids)
+                tokens_BL[row, start:stop] = ids
+                labels_BL[row, start : stop - 1] = np.where(
+                    part.examples.flags[place][1:] & TRAINED, ids[1:], IGNORE_INDEX
+                )
+                positions_BL[row, start:stop] = np.arange(len(ids))
+                document_ids_BL[row, start:stop] = document_id
+                start = stop
+        return Batch(
+            tokens=torch.from_numpy(tokens_BL),
+            labels=torch.from_numpy(labels_BL),
+            positions=torch.from_numpy(positions_BL),
+            document_ids=torch.from_numpy(document_ids_BL),
+        )
 
 
 class ExampleDataset(ExampleSequences, ShuffledSequences):
@@ -320,8 +341,6 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
         )
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
-        if not 0 <= index < self.num_sequences:
-            raise IndexError(f"sequence index {index} is not in [0, {self.num_sequences})")
         return self._rows[index]
 
 
@@ -334,53 +353,13 @@ def pack_examples(part: ExampleSet, seq_len: int, *, packing: bool) -> list[np.n
     return list(np.arange(len(part.selected)).reshape(-1, 1))
 
 
-def make_batch(
-    rows: Sequence[Iterable[tuple[np.ndarray, np.ndarray]]], seq_len: int, pad_token_id: int
-) -> Batch:
-    """Return a batch of rows, each of documents (ids, flags) that fit into `seq_len` together.
-
-    The label of a token is the next token of its document, if that one is trained; the last token
-    of a document has none.
-    """
-    shape = (len(rows), seq_len)
-    tokens_BL = np.full(shape, pad_token_id, dtype=np.int64)
-    labels_BL = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    positions_BL = np.zeros(shape, dtype=np.int64)
-    document_ids_BL = np.full(shape, -1, dtype=np.int64)
-    for row, documents in enumerate(rows):
-        start = 0
-        for document_id, (ids, flags) in enumerate(documents):
-            stop = start + len(ids)
-            tokens_BL[row, start:stop] = ids
-            labels_BL[row, start : stop - 1] = np.where(
-                flags[1:] & TRAINED, ids[1:].astype(np.int64), IGNORE_INDEX
-            )
-            positions_BL[row, start:stop] = np.arange(len(ids))
-            document_ids_BL[row, start:stop] = document_id
-            start = stop
-    return Batch(
-        *(
-            torch.from_numpy(array)
-            for array in (tokens_BL, labels_BL, positions_BL, document_ids_BL)
-        )
-    )
-
-
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Put items of `lengths` (n,) into bins of `capacity`, longest first, each into the fullest bin
     with enough free space (arXiv:2404.10830).
 
     Returns the items of each bin, int64, in the order in which they were put in. Items of equal
-    length are in the order of their indices.
-
-    Raises:
-        ValueError: a length is below 1 or above `capacity`.
+    length are in the order of their indices. Each length is from 1 to `capacity`.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if lengths.size and (lengths.min() < 1 or lengths.max() > capacity):
-        raise ValueError(
-            f"lengths from {lengths.min()} to {lengths.max()} do not fit a capacity of {capacity}"
-        )
     bins: list[list[int]] = []
     rooms: list[int] = []  # the distinct amounts of free space, ascending
     bins_with: defaultdict[int, list[int]] = defaultdict(list)

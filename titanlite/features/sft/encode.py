@@ -18,20 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
+from tokenizers import Encoding
 
-from titanlite.base.text import describe_error
-from titanlite.data.tokenizer import build_end_reader, get_prefix, serialize
+from titanlite.data.tokenizer import HFTokenizer, build_end_reader, get_prefix, serialize
 from titanlite.data.tokens import get_plain_encoder
 from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Turn, any_of
 from titanlite.features.sft.forms import Chat, Form, Plain, count_unread, parse_row
 from titanlite.features.sft.readers import RowError
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
-    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class _Draft:
 Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerFast", row: dict[str, Any]) -> list[int]:
+def encode_prompt(tokenizer: HFTokenizer, row: dict[str, Any]) -> list[int]:
     """Return the prompt tokens of the chat in `row`, of the format 'messages': the tokens before
     its answer in training.
 
@@ -127,15 +123,13 @@ class ExampleEncoder:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerFast",
+        renderer: ChatRenderer,
         form: Form,
-        *,
-        train_all: bool = False,
-        renderer: ChatRenderer | None = None,
     ) -> None:
         self.form: Form = form
-        self.renderer = renderer or ChatRenderer(tokenizer, train_all=train_all)
-        self.train_all = self.renderer.train_all
+        self.renderer = renderer
+        self.train_all = renderer.train_all
+        tokenizer = renderer.tokenizer
         self.stop_token_ids: set[int] = set()
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
         serialized = serialize(tokenizer)
@@ -166,7 +160,7 @@ class ExampleEncoder:
         found: list[list[list[_Draft]] | RowError] = []
         for row in rows:
             try:
-                found.append(self._draft_row(row))
+                found.append([self._draft(parsed) for parsed in parse_row(row, self.form)])
             except RowError as error:
                 found.append(error)
         good = [sides for sides in found if not isinstance(sides, RowError)]
@@ -189,12 +183,12 @@ class ExampleEncoder:
                 "no token of the row is trained. Remove it, or look at the template.",
             )
         if len(sides) > 1 and any(len(side) != 1 for side in sides):
-            text = (
+            return RowError(
+                "several answers",
                 "chosen or rejected has several answers, and the chat template rewrites earlier "
                 "ones, so no single text shows them all. Move all but the last answer into the "
-                "prompt."
+                "prompt.",
             )
-            return RowError("several answers", text)
         for document in (document for side in sides for document in side):
             ends = set(np.flatnonzero(document.flags & END).tolist())
             self.stop_token_ids.update(int(document.ids[i]) for i in ends if i + 1 not in ends)
@@ -203,17 +197,6 @@ class ExampleEncoder:
         if len(sides[0]) > 1:
             self.renderer.counts["chats that become one example per answer"] += 1
         return [(document,) for document in sides[0]]
-
-    def _draft_row(self, row: dict[str, Any]) -> list[list[_Draft]]:
-        """Return the documents of a row, or of the two sides of a pair."""
-        try:
-            return [self._draft(parsed) for parsed in parse_row(row, self.form)]
-        except (MemoryError, RecursionError) as error:
-            text = (
-                "Python cannot represent the row, or the result of its chat template "
-                f"({describe_error(error)}). Remove it."
-            )
-            raise RowError("too long or too deep", text) from None
 
     def _draft(self, parsed: Chat | Plain) -> list[_Draft]:
         flags = TRAINED if self.train_all else 0
@@ -265,12 +248,10 @@ class ExampleEncoder:
             for document, split in zip(documents, splits, strict=True)
         ]
 
-    def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], "Encoding"]:
+    def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], Encoding]:
         """Tokenize each text once, and each part between cutting tokens once: the documents of one
         chat repeat earlier messages.
         """
-        from tokenizers import Encoding
-
         texts = dict.fromkeys(
             (text, draft.is_plain) for draft in drafts for text, _ in draft.pieces
         )
@@ -295,7 +276,7 @@ class ExampleEncoder:
         return [text[start:stop] for start, stop in pairwise([0, *starts, len(text)])]
 
     def _make_document(
-        self, draft: _Draft, tokens: dict[tuple[str, bool], "Encoding"]
+        self, draft: _Draft, tokens: dict[tuple[str, bool], Encoding]
     ) -> Document | None:
         """Return the document of `draft`; None if a prompt that is tokenized alone has different
         tokens than in the document.
@@ -316,7 +297,7 @@ class ExampleEncoder:
             flags = bytearray([draft.flags]) * len(prefix) + flags + bytes([last]) * len(suffix)
         return Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
 
-    def _mark(self, draft: _Draft, encoding: "Encoding", flags: bytearray) -> bool:
+    def _mark(self, draft: _Draft, encoding: Encoding, flags: bytearray) -> bool:
         """Set the flags of the inner answers. Return False if the tokens before an answer differ
         from those of its prompt alone, or if a token spans the end of the answer.
         """

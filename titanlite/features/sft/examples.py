@@ -12,7 +12,7 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -23,16 +23,13 @@ from titanlite.base.log import logger
 from titanlite.base.text import list_names
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import get_cache_folder, get_code_digest, load_or_build
-from titanlite.data.tokenizer import count_ids, serialize
+from titanlite.data.tokenizer import HFTokenizer, count_ids, serialize
 from titanlite.features.sft.chat import ChatRenderer
 from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.encode import Document, ExampleEncoder
 from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import Row, Rows, describe_place, refuse_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
@@ -120,7 +117,7 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast") -> Examples:
+def build_examples(data: DataSection, rows: Rows, tokenizer: HFTokenizer) -> Examples:
     """Render and tokenize `rows`, or map the files of an earlier call for the same rows and
     settings.
 
@@ -146,9 +143,7 @@ def build_examples(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenize
     return replace(examples, content=content)
 
 
-def make_key(
-    data: DataSection, tokenizer: "PreTrainedTokenizerFast", rows: Sequence[object]
-) -> str:
+def make_key(data: DataSection, tokenizer: HFTokenizer, rows: Sequence[object]) -> str:
     """Return a digest of `rows`, values that identify the rows, and of all settings that their
     tokens depend on.
     """
@@ -169,7 +164,7 @@ def make_key(
     return sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _write(data: DataSection, rows: Rows, tokenizer: "PreTrainedTokenizerFast", path: Path) -> None:
+def _write(data: DataSection, rows: Rows, tokenizer: HFTokenizer, path: Path) -> None:
     """Tokenize the rows and write the files of `path`."""
     dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
     encoder = None
@@ -266,7 +261,7 @@ def encode_rows(
 
 
 def make_encoder(
-    data: DataSection, tokenizer: "PreTrainedTokenizerFast", batch: list[Row]
+    data: DataSection, tokenizer: HFTokenizer, batch: list[Row]
 ) -> ExampleEncoder | None:
     """Build the encoder for the configured format, or for that of the first row of `batch` with a
     known one; None if there is none.
@@ -302,7 +297,7 @@ def make_encoder(
         warn_of_dropped=data.dropped_parts == "warn",
         date=data.chat_date,
     )
-    return ExampleEncoder(tokenizer, form, renderer=renderer)
+    return ExampleEncoder(renderer, form)
 
 
 def _unknown_form(content: dict[str, Any]) -> RowError:

@@ -202,11 +202,7 @@ def _parse_messages(row: dict[str, Any]) -> Chat:
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
-    kinds = {type(_get(row, name)) for name in ("prompt", "completion")}
-    if kinds == {str, list}:
-        text = "one of prompt and completion is a string, the other a list. Use one type for both."
-        raise RowError("wrong type", text)
-    if kinds != {list}:
+    if str in _get_kinds(row, "prompt", "completion"):
         prompt = _get_text(row, "prompt", may_be_empty=True)
         refuse_placeholder(prompt, "field 'prompt'")
         return Plain(prompt, _get_text(row, "completion"))
@@ -216,27 +212,22 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
 
 
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
-    sides = {name: _get(row, name) for name in ("chosen", "rejected")}
-    if sides["chosen"] == sides["rejected"]:
+    names = ("chosen", "rejected")
+    is_text = str in _get_kinds(row, *names)
+    if _get(row, "chosen") == _get(row, "rejected"):
         raise RowError(
             "equal pair", "chosen and rejected are equal, so nothing is preferred. Remove the row."
         )
     prompt = _get(row, "prompt") if row.get("prompt") is not None else None
-    texts = [name for name, side in sides.items() if isinstance(side, str)]
-    if len(texts) == 1:
-        raise RowError(
-            "wrong type",
-            f"{texts[0]} is a string, and the other side a list. Use one type for both.",
-        )
-    if texts and prompt is None:
+    if is_text and prompt is None:
         raise _missing(row, "prompt")
-    if texts and isinstance(prompt, str) and not _get_system(row, []):
+    if is_text and isinstance(prompt, str) and not _get_system(row, []):
         start = _get_text(row, "prompt", may_be_empty=True)
         refuse_placeholder(start, "field 'prompt'")
-        return tuple(Plain(start, _get_text(row, name)) for name in sides)
-    if texts:
+        return tuple(Plain(start, _get_text(row, name)) for name in names)
+    if is_text:
         before = _get_asked(row, prompt)
-        answers = [(_answer(row, name), frozenset[int]()) for name in sides]
+        answers = [(_answer(row, name), frozenset[int]()) for name in names]
     else:
         before, answers = _split_pair(row, prompt)
     before = [*_get_system(row, before), *before]
@@ -322,6 +313,17 @@ def _get(row: dict[str, Any], name: str) -> Any:
         if all(isinstance(item, dict) and not item.keys().isdisjoint(_ROLE_KEYS) for item in found):
             return found
     return value
+
+
+def _get_kinds(row: dict[str, Any], *names: str) -> set[type]:
+    """Return the types of the fields. Raises RowError: text in one and messages in the other."""
+    kinds = {type(_get(row, name)) for name in names}
+    if kinds == {str, list}:
+        raise RowError(
+            "wrong type",
+            f"one of {' and '.join(names)} is a string, the other a list. Use one type for both.",
+        )
+    return kinds
 
 
 def _from_json(value: Any, where: str) -> Any:

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from titanlite.base.errors import DataError
 from titanlite.base.files import check_regular, open_regular, parse_json
+from titanlite.base.text import first_line
 
 _BUILDERS = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _BATCH_ROWS = 1024
@@ -170,9 +171,3 @@ def drop_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     return [drop_none(item) for item in value] if isinstance(value, list) else value
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text; its class name if it has no text."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

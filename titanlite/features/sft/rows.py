@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.base.errors import DataError, raise_problems
 from titanlite.base.extension import load_extension
 from titanlite.base.files import check_regular, open_regular
-from titanlite.base.text import describe_error
+from titanlite.base.text import describe_error, first_line
 from titanlite.config.assets import is_hub_id, suggest_path
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import choose_split, find_files, read_once
@@ -26,7 +26,6 @@ from titanlite.features.sft.readers import (
     Numbered,
     RowError,
     drop_none,
-    first_line,
     get_kind,
     read_rows,
 )
@@ -169,7 +168,7 @@ def _reading_hub(what: str) -> Iterator[None]:
     # ValueError: the split does not exist
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:
         raise DataError(
-            f"data: cannot read {what} from the Hugging Face hub: {first_line(error)} Correct "
+            f"data: cannot read {what} from the Hugging Face hub: {first_line(error)}. Correct "
             "data.path, data.subset and data.split, check the network, or give a local file; a run "
             "can be resumed."
         ) from None

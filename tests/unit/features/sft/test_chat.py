@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from unit.data import templates
 from unit.data.templates import CHATML, GEMMA, MISTRAL, OPEN_THOUGHT, THINKING
 
-from titanlite.features.sft.chat import ANSWER, TRAINED
+from titanlite.features.sft.chat import ANSWER, TRAINED, ChatRenderer
 from titanlite.features.sft.encode import ExampleEncoder
 from titanlite.features.sft.readers import RowError
 
@@ -41,7 +41,8 @@ def encode(
     *,
     train_all=False,
 ):
-    (found,) = ExampleEncoder(tokenizer, form, train_all=train_all).encode([row])
+    renderer = ChatRenderer(tokenizer, train_all=train_all)
+    (found,) = ExampleEncoder(renderer, form).encode([row])
     if isinstance(found, RowError):
         raise found
     return found

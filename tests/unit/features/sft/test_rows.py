@@ -73,7 +73,7 @@ def test_without_tokenizer_or_template(make_job, tmp_path):
     assert tokenizer.chat_template.startswith("{{ messages[0]")  # saved with every checkpoint
     assert tokenizer.decode(loader.dataset.batch([0]).tokens[0, :3]) == "a|b"
     job.data.tokenizer_path = ""
-    with pytest.raises(DataError, match="rows of examples need a tokenizer"):
+    with pytest.raises(DataError, match=r"rows of examples, and data\.sources, need a tok"):
         build_data(job, 0, 1)
 
 
