@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -224,7 +224,7 @@ class ChatRenderer:
         self.counts: Counter[str] = Counter()
         self._template = ChatTemplate(tokenizer, date)
         self._finder = TurnFinder(tokenizer)
-        self._get_end = cache(self._find_end)
+        self._ends: dict[str, End] = {}
 
     def render_prompt(self, chat: Chat) -> str:
         """Return the text that the model gets at inference to answer the last message of `chat`.
@@ -296,11 +296,9 @@ class ChatRenderer:
         """Return the turn of the answer messages[i]; `done` is the text of all messages up to
         it.
         """
-        has_calls = "tool_calls" in chat.messages[i]
-        as_parts = isinstance(chat.messages[i]["content"], list)
-        as_text = chat.arguments_as_text
-        arguments = json.dumps(chat.template_kwargs)
-        end = self._get_end(has_calls, as_parts, bool(chat.tools), as_text, arguments)
+        message = chat.messages[i]
+        as_parts = isinstance(message["content"], list)
+        end = self.get_end(chat, has_calls="tool_calls" in message, as_parts=as_parts)
         turn = self._finder.find_turn(prompt, done, end)
         if turn is None:
             same = self._finder.count_common(prompt, done)
@@ -320,28 +318,24 @@ class ChatRenderer:
             self.counts["answers after empty reasoning that only the prompt shows"] += 1
         return turn
 
-    def _find_end(
-        self, has_calls: bool, as_parts: bool, has_tools: bool, as_text: bool, arguments: str
-    ) -> End:
-        tools = [_TOOL] if has_tools else None
-        chat = Chat([], 0, tools, json.loads(arguments), arguments_as_text=as_text)
-        show = partial(self.show, chat)
-        try:
-            return self._finder.find_end(show, has_calls=has_calls, as_parts=as_parts)
-        except RowError:
-            if not has_calls:
-                return End()
-            return self._get_end(False, as_parts, has_tools, as_text, arguments)
+    def get_end(self, chat: Chat, *, has_calls: bool, as_parts: bool) -> End:
+        """Return how the template ends a turn, given the tools and arguments of `chat`.
 
-    def get_end_token(self) -> int | None:
-        """Return the special token that ends an answer without calls; None if there is none.
+        The turn has a call (`has_calls`), or content that is text or a list of parts (`as_parts`).
+        The end of each kind of turn is found once.
 
         Raises DataError: the tokenizer has no chat template.
         """
-        text = self._get_end(False, False, False, False, "{}").text
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
-        return ids[-1] if ids and ids[-1] in special else None
+        as_text = chat.arguments_as_text
+        key = json.dumps([has_calls, as_parts, bool(chat.tools), as_text, chat.template_kwargs])
+        if key not in self._ends:
+            show = partial(self.show, replace(chat, tools=[_TOOL] if chat.tools else None))
+            try:
+                end = self._finder.find_end(show, has_calls=has_calls, as_parts=as_parts)
+            except RowError:
+                end = self.get_end(chat, has_calls=False, as_parts=as_parts) if has_calls else End()
+            self._ends[key] = end
+        return self._ends[key]
 
     def _choose_arguments(self, chat: Chat) -> Chat:
         """Return `chat` with the arguments of its calls as JSON text, if the template accepts that,
@@ -509,10 +503,13 @@ def any_of(tokens: set[str]) -> "re.Pattern[str]":
 
 
 def get_end_token(tokenizer: HFTokenizer) -> int | None:
-    """Return the special token that ends an answer of the tokenizer's chat template; None if there
-    is none.
+    """Return the special token that ends an answer without calls in the tokenizer's chat template;
+    None if there is none.
     """
     try:
-        return ChatRenderer(tokenizer).get_end_token()
+        end = ChatRenderer(tokenizer).get_end(Chat([]), has_calls=False, as_parts=False)
     except DataError:  # it has no template
         return None
+    ids: list[int] = tokenizer.encode(end.text, add_special_tokens=False)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return ids[-1] if ids and ids[-1] in special else None

@@ -95,8 +95,7 @@ def fit_examples(
 
     Raises:
         DataError: an example is too long and `too_long` is 'error' (names the rows); no example is
-            left and `may_be_empty` is off; or `too_long` is 'split' for a format other than 'text',
-            or for a `seq_len` of 1.
+            left and `may_be_empty` is off; or `too_long` is 'split' for a format other than 'text'.
     """
     form = examples.form
     size = examples.documents_per_example
@@ -107,15 +106,10 @@ def fit_examples(
         {f"rows skipped ({reason})": count for reason, (count, _) in examples.skipped.items()}
     )
     if too_long == "split":
-        if form not in ("text", None) or seq_len < 2:
-            what = (
-                f"training.seq_len is {seq_len}"
-                if form == "text"
-                else f"the examples are of form '{form}'"
-            )
+        if form not in ("text", None):
             raise DataError(
-                "data: too_long = \"split\" is for documents of plain text (form 'text') and "
-                f'pieces of 2 tokens or more, but {what}. Set data.too_long to "cut" or "drop".'
+                "data: too_long = \"split\" is for documents of plain text (form 'text'), but the "
+                f'examples are of form \'{form}\'. Set data.too_long to "cut" or "drop".'
             )
         return _split(examples, lengths[:, 0], seq_len, left_out)
     if too_long == "error" and is_long.any():

@@ -55,21 +55,20 @@ class _Draft:
         flags: flags of all tokens that belong to no answer.
         as_one: True if the whole document is tokenized as one text; otherwise the last prompt, the
             last answer, its end, and the rest are tokenized separately.
-        is_chat: True if a chat template wrote the text, with all special tokens.
-        prefix: tokens before a plain text, unless the text begins with them.
+        prefix: tokens before a plain text, unless the text begins with them; None for a chat, whose
+            template writes all special tokens.
     """
 
     turns: tuple[Turn, ...]
     rest: str
     flags: int
     as_one: bool
-    is_chat: bool = True
-    prefix: tuple[int, ...] = ()
+    prefix: tuple[int, ...] | None = None
 
     @property
     def is_plain(self) -> bool:
         """True if a special token that is written out in the text is plain text."""
-        return not self.is_chat and not self.turns
+        return self.prefix is not None and not self.turns
 
     @property
     def inner(self) -> tuple[Turn, ...]:
@@ -208,18 +207,9 @@ class ExampleEncoder:
                         "empty field", "the text consists only of special tokens. Remove the row."
                     )
                 self.renderer.count_spelled(text)
-                return [_Draft((), text, TRAINED, as_one=True, is_chat=False, prefix=prefix)]
+                return [_Draft((), text, TRAINED, as_one=True, prefix=prefix)]
             turn = Turn(parsed.prompt, parsed.text, "")
-            return [
-                _Draft(
-                    (turn,),
-                    "",
-                    flags,
-                    as_one=self._adds_space,
-                    is_chat=False,
-                    prefix=self._prefix,
-                )
-            ]
+            return [_Draft((turn,), "", flags, as_one=self._adds_space, prefix=self._prefix)]
         turns, whole = self.renderer.render(parsed)
         if not all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns)):
             if not self.train_all:
@@ -288,7 +278,7 @@ class ExampleEncoder:
             flags += bytes([piece_flags]) * len(encoding)
         if draft.inner and not self._mark(draft, encodings[0], flags):
             return None
-        if not draft.is_chat:
+        if draft.prefix is not None:
             # The text itself may contain the tokens at its beginning and end.
             prefix = () if tuple(ids[: len(draft.prefix)]) == draft.prefix else draft.prefix
             suffix = [] if ids[-1:] == [self.eos_token_id] else [self.eos_token_id]
