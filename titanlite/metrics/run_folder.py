@@ -110,8 +110,8 @@ def hold_folders(job: JobConfig, folder: Path) -> list[FolderLock | None]:
 
 
 def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Create the run's folder and save the resolved configuration in it, on rank 0. From then on,
-    log and events are written there.
+    """Save the resolved configuration in the run's folder, which `hold_folders` created, on rank 0.
+    From then on, log and events are written there.
 
     The configuration has a temporary file name until `record_start` renames it. Returns, on rank 0,
     the settings that differ from the run that is already in the folder (`find_changes`).
@@ -123,7 +123,6 @@ def make_dump_folder(job: JobConfig, folder: Path) -> dict[str, tuple[Any, Any]]
 
     def make() -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
                 if path.suffix in _WRITTEN and path.exists():
                     check_regular(path)
