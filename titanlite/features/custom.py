@@ -44,7 +44,8 @@ def build_custom_objective(job: JobConfig, vocab_size: int) -> Objective:
     name = job.training.objective
     calls = list(get_settings()[_KEY].calls or [])
     function = load_extension(_KEY, name, calls)
-    call, where = get_call(function, calls), f'{_KEY} = "{name}"'
+    call = get_call(function, calls)
+    where = f'{_KEY} = "{name}"'
     try:
         if call == calls[0]:
             return TokenObjective(function, vocab_size)
@@ -116,7 +117,8 @@ class TokenValues:
     """
 
     def __init__(self, function: Callable[..., Any], names: Sequence[str]) -> None:
-        self._function, self._names = function, names
+        self._function = function
+        self._names = names
         self.shape = (1 + len(names),)
 
     def __call__(
@@ -225,7 +227,8 @@ class BatchObjective(NextToken):
         with torch.enable_grad():
             names = [*_split(function(log_probs, Batch(ids, ids, ids, ids)), ())[1]]
         self.metric_names: Sequence[str] = [f"objective/{name}" for name in names]
-        self._function, self._names = function, names
+        self._function = function
+        self._names = names
 
     def __call__(self, model: Model, batch: Batch) -> ObjectiveSums:
         place = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
@@ -306,10 +309,8 @@ def build_custom_optimizer(model: nn.Module, section: OptimizerSection) -> torch
         for param in group["params"]:
             mesh = param.device_mesh if isinstance(param, DTensor) else None
             key = (number, mesh, states[names[id(param)]])  # a fused update accepts only one mesh
-            options = {name: value for name, value in group.items() if name != "params"}
-            groups.setdefault(key, {"params": [], **options, "state_names": key[2]})[
-                "params"
-            ].append(param)
+            own = groups.setdefault(key, {**group, "params": [], "state_names": key[2]})
+            own["params"].append(param)
     optimizer.param_groups = list(groups.values())
     return optimizer
 

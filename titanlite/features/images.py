@@ -153,7 +153,9 @@ class ImageDataset(ShuffledSequences):
                 f"data: {len(rows)} row(s) with images, but 2 are needed, one to train on, one "
                 "held out."
             )
-        self.seq_len, self._rows, self._processor = seq_len, rows, processor
+        self.seq_len = seq_len
+        self._rows = rows
+        self._processor = processor
         self._renderer = ImageChatRenderer(processor, date)
         self._padding = get_padding(processor.tokenizer) or 0
         digest = sha256()
@@ -337,7 +339,8 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     """Return the chats of a .jsonl file. DataError: lists all rows that are not chats with images,
     by line.
     """
-    rows, problems = [], []
+    rows = []
+    problems = []
     for number, row in LocalRows((path,)).read(0, 0):
         place = f"{path}, row {number}"
         try:

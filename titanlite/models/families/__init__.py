@@ -119,7 +119,8 @@ def resolve_model_config(
             return config
         hf = {**family_of(config).to_hf(config), "model_type": config.family}
         return transformers_config(hf, f"model.flavor {section.flavor}", _ASKED_FOR)
-    folder, where = Path(section.hf_assets_path), "model.path" if section.path else where
+    folder = Path(section.hf_assets_path)
+    where = "model.path" if section.path else where
     found = any_model_config_from_hf(folder, where, section.implementation)
     if isinstance(found, ModelConfig):
         return _apply_overrides(found, overrides)
@@ -149,7 +150,8 @@ def find_other_model(
     different function with another rope_theta or epsilon. Settings in [model.overrides] are
     intended.
     """
-    folder, flavor = Path(weights), section.flavor
+    folder = Path(weights)
+    flavor = section.flavor
     if not weights or not flavor or not isinstance(config, ModelConfig):
         return []
     if not (folder / "config.json").is_file():
@@ -173,7 +175,8 @@ def describe_differences(
     """Describe the fields with which `theirs` would compute differently from the same weights,
     except the fields in `meant`; "" if there are none.
     """
-    there, left_out = asdict(theirs), {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
+    there = asdict(theirs)
+    left_out = {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}
     differences = [
         f"{key} is {value!r}, there {there[key]!r}"
         for key, value in asdict(ours).items()
@@ -183,7 +186,8 @@ def describe_differences(
 
 
 def _preset(section: ModelSection) -> ModelConfig:
-    name, flavor = use_family(section.name), section.flavor
+    name = use_family(section.name)
+    flavor = section.flavor
     family = families().get(name)
     if family is None:
         raise ConfigError(f"model.name: unknown family '{name}'{_nearest(name, families())}")

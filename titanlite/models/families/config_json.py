@@ -62,7 +62,8 @@ def transformers_config(hf: Mapping[str, Any], where: str, why: str = "") -> Tra
             f"{where}: {cls.__name__} belongs to an encoder-decoder, which cannot be trained here. "
             "Use a model that has a decoder only."
         )
-    hidden, heads = _number(text, "hidden_size") or 0, _number(text, "num_attention_heads") or 1
+    hidden = _number(text, "hidden_size") or 0
+    heads = _number(text, "num_attention_heads") or 1
     width = heads * (_number(text, "head_dim") or hidden // heads)
     plain, rotary, values = (
         _number(text, f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v")
@@ -146,7 +147,8 @@ def load_config_and_class(hf: Mapping[str, Any], where: str) -> tuple[Any, type]
             "Family of your own in model.name."
         )
     config = read_config(hf, where)
-    classes, known = list[Any](), set[Any]()
+    classes = list[Any]()
+    known = set[Any]()
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
         found: Any = auto._model_mapping.get(type(config), None)  # type: ignore[attr-defined]
         classes += (

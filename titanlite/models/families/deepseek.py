@@ -161,7 +161,8 @@ def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
 
 def _find_lacking_in_lite(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
     yield from _find_lacking(config, table)
-    count, first = config.mlp_layer_types.count("dense"), "first_k_dense_replace"
+    count = config.mlp_layer_types.count("dense")
+    first = "first_k_dense_replace"
     if getattr(config, first, count) != count:
         yield (
             f"{first} = {getattr(config, first)!a} is not the {count} dense layers of "

@@ -138,7 +138,8 @@ def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
     of `model`, whose fields cannot express every list.
     """
     for key, pattern in _PATTERNS.items():
-        given, expected = getattr(config, key, None), pattern.write(model)
+        given = getattr(config, key, None)
+        expected = pattern.write(model)
         if given is not None and given != expected:
             yield (
                 f"{key} = {show(given)} is not supported by the native decoder, only "
@@ -146,7 +147,8 @@ def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
             )
 
 
-_SIZE, _COUNT = (1, 2**27), (0, 2**16)
+_SIZE = (1, 2**27)
+_COUNT = (0, 2**16)
 _LEAST = 1e-30
 # Smallest and largest value of each number.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -388,7 +390,8 @@ class Family:
         for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():
             if ours == "head_dim" and not hasattr(config, key):
                 continue  # most classes do not declare it: it is an equal part of the hidden width
-            value, kind = getattr(config, key, None), _KINDS[ours]
+            value = getattr(config, key, None)
+            kind = _KINDS[ours]
             if key in _PATTERNS and isinstance(value, list):
                 value = _PATTERNS[key].read[ours](value)
             if ours in _NULL_IS_ZERO and value == 0:

@@ -54,7 +54,8 @@ def describe_unreadable(quantization: Any) -> str:
     are read.
     """
     found = quantization if isinstance(quantization, Mapping) else {}
-    method, block = found.get("quant_method"), found.get("weight_block_size", [128, 128])
+    method = found.get("quant_method")
+    block = found.get("weight_block_size", [128, 128])
     is_fp8 = method == "fp8" and found.get("expert_dtype", "fp8") == "fp8"
     is_pair = isinstance(block, list) and [type(size) for size in block] == [int, int]
     has_blocks = block is None or (is_pair and min(block) > 0)

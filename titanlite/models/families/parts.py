@@ -61,7 +61,8 @@ def _attention_sizes(config: ModelConfig, *, is_windowed: bool = False) -> PartS
 
 
 def _gated_delta_sizes(config: ModelConfig) -> PartSizes:
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    keys = config.linear_num_key_heads
+    values = config.linear_num_value_heads
     width = values * config.linear_value_head_dim
     flops = 6 * config.linear_key_head_dim * width  # the matmuls k S, k v and q S
     return PartSizes(

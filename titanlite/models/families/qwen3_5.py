@@ -35,7 +35,8 @@ def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
     """Yield the rows of all queries, all keys and all values; in memory rows are grouped by key
     head.
     """
-    heads, key = config.linear_num_key_heads, config.linear_key_head_dim
+    heads = config.linear_num_key_heads
+    key = config.linear_key_head_dim
     value = config.linear_num_value_heads // heads * config.linear_value_head_dim
     for start, width in ((0, key), (key, key), (2 * key, value)):
         for head in range(heads):
