@@ -137,15 +137,15 @@ def contains(prediction: str, reference: str) -> float:
     return float(reference.strip() in prediction)
 
 
-_SCORERS: dict[str, Scorer] = {"exact_match": exact_match, "contains": contains}
+SCORERS: dict[str, Scorer] = {"exact_match": exact_match, "contains": contains}
 
 
 def get_scorer(name: str) -> tuple[str, Scorer]:
     """Return the name of the score and its function for `evaluation.scorer`; raises as
     `load_extension`.
     """
-    if name in _SCORERS:
-        return name, _SCORERS[name]
+    if name in SCORERS:
+        return name, SCORERS[name]
     return name.partition(":")[2], load_extension(
         "evaluation.scorer", name, ["prediction, reference"]
     )
