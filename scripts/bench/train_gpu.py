@@ -18,7 +18,7 @@ MFU        over the data sheet's rate; dense: over that of cuBLAS (bfloat16 8192
 floor      over the step: matmuls at the measured rate, or the experts' bytes where they take longer, then 44 bytes per
            parameter at the measured bandwidth (cast, gradient, norm, AdamW), nothing overlapped
 peak GiB   of the device's memory during the timed steps
-plan       that peak over the one that `features.estimate` traced for the variant without a GPU; not for compiled ones
+plan       that peak over the one that `features.estimate` traced for the variant without a GPU; not for compiled and causal ones
 load       rows of the most loaded expert over the mean, in the worst layer
 causal: one document per row, plain causal attention. documents: packed, as the trainer's own data,
            with a mask, or with model.attention_backend = varlen.
@@ -261,17 +261,14 @@ def plan_job(variant: Variant, seq_len: int, sequences: int) -> JobConfig:
 def plan_peaks(
     variants: Sequence[Variant], config: ModelConfig, seq_len: int, sequences: int
 ) -> dict[str, int]:
-    """Peak bytes of each variant that is not compiled, as planned without a GPU; there must be no
-    process group.
+    """Peak bytes of each variant with documents that is not compiled, as planned without a GPU;
+    there must be no process group.
     """
     found = {}
     for variant in variants:
-        if not variant.compiled:
+        if not variant.compiled and variant.attention != "causal":
             job = plan_job(variant, seq_len, sequences)
-            documents = variant.attention != "causal"
-            found[str(variant)] = get_memory(
-                trace_step(Checked(job, config, Degrees()), documents=documents)
-            ).total
+            found[str(variant)] = get_memory(trace_step(Checked(job, config, Degrees()))).total
     return found
 
 

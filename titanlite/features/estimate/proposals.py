@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.errors import TitanliteError
 from titanlite.base.log import logger
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.schema import BLOCK_SIZES
@@ -165,48 +165,32 @@ def sweep(
             legal.
 
     Raises:
-        ConfigError: no combination is legal; the message has the first reason.
+        TitanliteError: no combination is legal; the reason of the first.
     """
-    pp = job.parallelism.pipeline_parallel_degree
-    if world_size % pp:
-        raise ConfigError(
-            f"parallelism: pipeline_parallel_degree ({pp}) does not divide the world size "
-            f"({world_size}), and a sweep leaves the stages as they are. Change one of the two."
-        )
-    refused, found = list[str](), list[Planned]()
-    for replicate, cp, tp, ep in _combinations(
-        world_size // pp, {1, world_size // hardware.gpus_per_node}
-    ):
-        long = job.training.seq_len >= SHORTEST_PIECE * cp * tp
-        if cp not in (1, job.parallelism.context_parallel_degree) and not long:
-            continue
-        names = (
-            "data_parallel_replicate",
-            "context_parallel",
-            "tensor_parallel",
-            "expert_parallel",
-        )
-        values = zip(names, (replicate, cp, tp, ep), strict=True)
-        try:
-            found.append(
-                plan(
-                    (_THE_REST, *(f"{_PARALLELISM}{name}_degree={value}" for name, value in values))
-                )
-            )
-        except TitanliteError as error:
-            refused.append(str(error))
+    candidates = list(_combinations(job, hardware, world_size))
+    found = list(_try_all(plan, candidates))
     if not found:
-        raise ConfigError(
-            f"plan --sweep: of {len(refused)} combinations none is legal. The first: {refused[0]}"
-        )
-    return sorted(found, key=_merit, reverse=True), len(refused)
+        plan(candidates[0])
+    return sorted(found, key=_merit, reverse=True), len(candidates) - len(found)
 
 
-def _combinations(ranks: int, replicas: set[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (replicate, cp, tp, ep) that may be legal, few replicas first; ep takes all divisors of
-    the ranks that it may use.
+def _combinations(job: JobConfig, hardware: Hardware, world_size: int) -> Iterator[_Arguments]:
+    """Yield degrees that may be legal, few replicas first; ep takes all divisors of the ranks that
+    it may use.
     """
+    ranks = max(world_size // job.parallelism.pipeline_parallel_degree, 1)
+    nodes = world_size // hardware.gpus_per_node
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for replicate, cp, tp in product(sorted(replicas.intersection(divisors)), divisors, divisors):
-        if ranks % (replicate * cp * tp) == 0:
-            yield from ((replicate, cp, tp, ep) for ep in divisors if ranks // replicate % ep == 0)
+    replicas = sorted({1, nodes}.intersection(divisors))
+    for replicate, cp, tp, ep in product(replicas, divisors, divisors, divisors):
+        is_long = job.training.seq_len >= SHORTEST_PIECE * cp * tp
+        has_pieces = cp in (1, job.parallelism.context_parallel_degree) or is_long
+        is_even = ranks % (replicate * cp * tp) == 0 and ranks // replicate % ep == 0
+        if has_pieces and is_even:
+            yield (
+                _THE_REST,
+                f"{_PARALLELISM}data_parallel_replicate_degree={replicate}",
+                f"{_PARALLELISM}context_parallel_degree={cp}",
+                f"{_PARALLELISM}tensor_parallel_degree={tp}",
+                f"{_PARALLELISM}expert_parallel_degree={ep}",
+            )

@@ -91,10 +91,8 @@ class StandInTrainer(TrainStep):
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def make_batches(self, count: int, *, documents: bool = True) -> list[Batch]:
-        """Make `count` micro-batches of the configured size, without content; one document per row
-        unless `documents`.
-        """
+    def make_batches(self, count: int) -> list[Batch]:
+        """Make `count` micro-batches of the configured size, without content."""
         training = self.job.training
 
         def ids() -> torch.Tensor:
@@ -102,9 +100,6 @@ class StandInTrainer(TrainStep):
 
         if self.job.data.dataset == "images":
             return [ImageBatch(ids(), ids()) for _ in range(count)]  # pyright: ignore[reportReturnType]
-        if not documents:
-            nothing: Any = None
-            return [Batch(ids(), ids(), nothing, nothing) for _ in range(count)]
         return [Batch(ids(), ids(), ids(), ids()) for _ in range(count)]
 
 

@@ -110,25 +110,22 @@ def trace_step(
     rank: int = 0,
     device_type: DeviceType = "cuda",
     every_layer: bool = False,
-    documents: bool = True,
 ) -> StepTrace:
     """Trace one optimizer step of rank `rank`, with few layers of each kind unless `every_layer`.
 
-    Rows are packed with several documents, as in training, which needs a mask, unless `documents`
-    is False. Creates and destroys a process group of fake ranks; none may exist. Nothing is read,
-    sent or computed.
+    Rows are packed with several documents, as in training, which needs a mask. Creates and destroys
+    a process group of fake ranks; none may exist. Nothing is read, sent or computed.
 
     Raises:
         ConfigError: a pattern names nothing, or transformers cannot build the model.
     """
-    options = (rank, device_type, documents)
     stage = checked.degrees.stage_of(rank)
     repetition = None if every_layer else find_repetition(checked, stage)
     if repetition is None:
-        return _trace(checked, None, *options)
+        return _trace(checked, None, rank, device_type)
     period = repetition.period
     base, more = (
-        _trace(_with_layers(checked, stage, count), repetition.split, *options)
+        _trace(_with_layers(checked, stage, count), repetition.split, rank, device_type)
         for count in (repetition.fewest, repetition.fewest + period)
     )
     layers = checked.degrees.stage_layers(checked.model_config.num_layers, stage)
@@ -234,9 +231,7 @@ def _with_layers(checked: Checked, stage: int, count: int) -> Checked:
     return replace(checked, model_config=changed, degrees=degrees)
 
 
-def _trace(
-    checked: Checked, split: int | None, rank: int, device_type: DeviceType, documents: bool
-) -> StepTrace:
+def _trace(checked: Checked, split: int | None, rank: int, device_type: DeviceType) -> StepTrace:
     """Trace a step with every layer of the model. Segments count layers up to `split` from the
     first one, later layers from the last one.
     """
@@ -247,7 +242,7 @@ def _trace(
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(replace(checked, job=job), device_type)
         with without_data(trainer, device_type):
-            batches = trainer.make_batches(len(repeats), documents=documents)
+            batches = trainer.make_batches(len(repeats))
             if isinstance(trainer.model, TransformersModel):
                 trainer.model.find_facts(trainer.device)
             workspace = cuda_workspace if device_type == "cuda" else lambda *_: 0
