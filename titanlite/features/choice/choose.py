@@ -181,7 +181,7 @@ def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> 
             }
             yield Choice(
                 values=found,
-                rate=setup.step_tokens / seconds,
+                rate=batch * setup.seq_len / ranks / seconds,
                 nbytes=nbytes,
                 batch=batch,
                 fits=nbytes <= usable,

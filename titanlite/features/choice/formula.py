@@ -182,11 +182,6 @@ class Setup:
         ranks = self.degrees.ranks_per_sequence
         return self.local_batch_size * self.seq_len // ranks
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a step per rank."""
-        return self.tokens * self.micro_batches // self.degrees.pp
-
 
 def count_bytes(sizes: Sizes, setup: Setup) -> float:
     """Return a rank's bytes at the step's peak of memory."""
@@ -281,6 +276,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     degrees, tokens, tp, ep = setup.degrees, setup.tokens, setup.degrees.tp, setup.degrees.ep
     memory, elementwise = hardware.rate("memory"), hardware.rate("elementwise")
     kernels = backward = 0.0
+    has_wide_experts = sizes.expert_width >= 3 * 1024 * sizes.num_layers
     head = sizes.vocab_size * sizes.hidden_size
     for values, trained, share, rate, split in (
         (sizes.dense.values, sizes.dense.trained, 1.0, "dense", tp),
@@ -288,7 +284,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
             sizes.experts.values,
             sizes.experts.trained,
             sizes.top_k / max(sizes.num_experts, 1),
-            _rate_of_experts(sizes),
+            "grouped wide" if has_wide_experts else "grouped",
             ep,
         ),
         (head, sizes.outside.trained, 1.0, "dense", tp),
@@ -348,10 +344,6 @@ def _widths(sizes: Sizes, factors: tuple[float, ...]) -> float:
     widths = residual * sizes.hidden_size * sizes.num_layers
     widths += attention * sizes.attention_width + mlp * sizes.mlp_width
     return widths + experts * sizes.expert_width * sizes.top_k
-
-
-def _rate_of_experts(sizes: Sizes) -> str:
-    return "grouped wide" if sizes.expert_width >= 3 * 1024 * sizes.num_layers else "grouped"
 
 
 def _shards(sizes: Sizes, degrees: Degrees) -> Iterator[tuple[Weights, range, int]]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.assemble import build_unsharded
-from titanlite.base.errors import ConfigError, TitanliteError
+from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
-from titanlite.base.text import Parser
+from titanlite.base.text import Parser, command
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
@@ -75,6 +75,7 @@ class Request:
         return replace(checked, job=replace(checked.job, moe=moe))
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; exit code 0, 1 if the run does not fit the GPU, or 2 after one clear
     error.
@@ -86,9 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = read_request(given)
         return _sweep(request, plan) if request.known.sweep else _plan(request, plan)
-    except TitanliteError as error:
-        print(f"titanlite: error: {error}", file=sys.stderr)
-        return 2
     finally:
         logger.setLevel(level)
 

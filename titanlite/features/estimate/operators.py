@@ -331,8 +331,7 @@ def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Return the bytes that CUDA's kernel of `func` holds only while it runs, in addition to its
     arguments and its result.
     """
-    count = _INSIDE.get(func)
-    return 0 if count is None else count(args, out)
+    return _INSIDE[func](args, out) if func in _INSIDE else 0
 
 
 def _pieces(args: tuple[Any, ...], out: Any) -> int:

@@ -324,8 +324,10 @@ def get_eos_token_ids(tokenizer: Any, folder: Path | None = None) -> list[int]:
             ids.
     """
     found = {tokenizer.eos_token_id} - {None}
-    for name in ("generation_config.json", "config.json") if folder is not None else ():
-        path = Path(folder or "", name)
+    if folder is None:
+        return sorted(found)
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
         if not path.exists():
             continue
         if (named := read_json(path, f"generate: {folder}").get("eos_token_id")) is not None:

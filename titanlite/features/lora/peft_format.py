@@ -147,7 +147,7 @@ def adapter_checkpoint(
     """
 
     def read() -> Stored:
-        stored, config = read_adapter(folder, f"{key}: " if key else "", exact=not key)
+        stored, config = read_adapter(folder, f"{key}: " if key else "")
         if key and config.rank != section.rank:
             raise CheckpointError(
                 f"{key}: the adapters in {folder} have rank {config.rank}, but lora.rank is "
@@ -183,11 +183,8 @@ class AdapterConfig:
     target_parameters: tuple[str, ...]
 
 
-def read_adapter(
-    folder: Path, prefix: str = "", *, exact: bool = False
-) -> tuple[Stored, AdapterConfig]:
-    """Return tensors and configuration of the adapters in `folder`. `exact` is True for a resume,
-    and changes the remedy in the error.
+def read_adapter(folder: Path, prefix: str = "") -> tuple[Stored, AdapterConfig]:
+    """Return tensors and configuration of the adapters in `folder`.
 
     Raises:
         CheckpointError: the adapters are missing or damaged, or titanlite cannot apply them. The
@@ -195,9 +192,9 @@ def read_adapter(
     """
     where = f"{prefix}checkpoint {folder}"
     if not (folder / ADAPTER_FILE).exists():
-        remedy = "Set lora.rank = 0" if exact else "Give a folder with adapters"
         raise CheckpointError(
-            f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. {remedy}."
+            f"{where}: has no {ADAPTER_FILE}, so it is not of a run with adapters. Give a folder "
+            "with adapters; for a resume, set lora.rank = 0."
         )
     stored = read_headers([folder / ADAPTER_FILE], where)
     table = read_json(folder / ADAPTER_CONFIG, where)

@@ -104,9 +104,13 @@ def export_merged(adapter: Path, out: Path, dtype: torch.dtype, base: str | None
         raise CheckpointError(
             f"export: {adapter} is a whole model, without adapters to merge. Leave --merge out."
         )
-    if (adapter / MANIFEST_FILE).exists():
-        raise_problems(CheckpointError, f"export: {adapter}", check_folder(adapter))
+    _refuse_damage(adapter)
     export_checkpoint(find_base("export", adapter, base), out, dtype, adapter)
+
+
+def _refuse_damage(folder: Path) -> None:
+    if (folder / MANIFEST_FILE).exists():
+        raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
 
 
 def export_checkpoint(
@@ -129,8 +133,7 @@ def export_checkpoint(
         raise CheckpointError(f"export: cannot write {out}: {error.strerror}.") from None
     if occupied:
         raise CheckpointError(f"export: {out} exists already. Remove it, or give another folder.")
-    if (folder / MANIFEST_FILE).exists():
-        raise_problems(CheckpointError, f"export: {folder}", check_folder(folder))
+    _refuse_damage(folder)
     if adapters is None and (folder / ADAPTER_FILE).exists():
         raise CheckpointError(
             f"export: {folder} holds adapters without their model. Add --merge, and --base DIR."

@@ -273,7 +273,7 @@ def test_adapters_of_another_kind_are_refused(tiny, tmp_path, one_rank):
             materialize(again, "cpu", [adapter_checkpoint(folder, section, again)])
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"has no adapter_model.safetensors.* Set lora.rank = 0"
+        CheckpointError, match=r"has no adapter_model.safetensors.* set lora.rank = 0"
     ):
         adapter_checkpoint(folder, SECTION, model)
 
