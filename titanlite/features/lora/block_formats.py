@@ -131,15 +131,6 @@ def _encode_mxfp4(values_NnB: torch.Tensor, largest_Nn1: torch.Tensor) -> torch.
     return _join(codes[..., 0::2] | codes[..., 1::2] << 4, factor_Nn1)
 
 
-def adopt_codes(codes: torch.Tensor, factors_Nn: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
-    """Make uint8 records from codes (N, bytes) that are stored in the encoding of `layout`, and the
-    scale of each record (N, n).
-    """
-    codes = codes.view(torch.uint8)
-    parts = _in_blocks(codes, FP8) if layout is FP8 else codes.unflatten(1, (-1, layout.code_bytes))
-    return _join(parts, factors_Nn.to(torch.float32).unsqueeze(-1))
-
-
 def _in_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
     rows, width = values_NW.shape
     count = layout.num_records(width)
@@ -148,18 +139,6 @@ def _in_blocks(values_NW: torch.Tensor, layout: BlockFormat) -> torch.Tensor:
 
 def _join(codes: torch.Tensor, factor_Nn1: torch.Tensor) -> torch.Tensor:
     return torch.cat([codes, factor_Nn1.contiguous().view(torch.uint8)], dim=-1)
-
-
-def count_not_finite(records: torch.Tensor, layout: BlockFormat) -> int:
-    """Count the records (..., n, record_bytes in any dtype) with a NaN or infinite value."""
-    if not records.numel():  # (0, 0, 0): other pipeline stages hold it
-        return 0
-    codes, factor = _split(records, layout)
-    largest = 6 if layout is MXFP4 else 1
-    bad = ~(factor.squeeze(-1) * largest).isfinite()
-    if layout is FP8:  # has no infinity, and two NaN
-        bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
-    return int(bad.sum())
 
 
 def decode_blocks(
@@ -280,10 +259,22 @@ class BlockEncoding:
         return dtype == codes and block[1] == self.layout.block
 
     def adopt(self, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return adopt_codes(codes, factors, self.layout).flatten(1)
+        codes = codes.view(torch.uint8)
+        if self.layout is FP8:
+            parts = _in_blocks(codes, FP8)
+        else:
+            parts = codes.unflatten(1, (-1, self.layout.code_bytes))
+        return _join(parts, factors.to(torch.float32).unsqueeze(-1)).flatten(1)
 
     def count_not_finite(self, local: torch.Tensor) -> int:
-        return count_not_finite(local, self.layout)
+        if not local.numel():  # (0, 0, 0): other pipeline stages hold it
+            return 0
+        codes, factor = _split(local, self.layout)
+        largest = 6 if self.layout is MXFP4 else 1
+        bad = ~(factor.squeeze(-1) * largest).isfinite()
+        if self.layout is FP8:  # has no infinity, and two NaN
+            bad |= ((codes & 0x7F) == 0x7F).any(dim=-1)
+        return int(bad.sum())
 
 
 def encode_weights(model: Model, format_name: str) -> None:

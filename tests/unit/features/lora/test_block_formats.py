@@ -16,7 +16,7 @@ from titanlite.features.lora.block_formats import (
     BLOCK_FORMATS,
     FP8,
     MXFP4,
-    count_not_finite,
+    BlockEncoding,
     decode_blocks,
     encode_blocks,
     frozen_grouped_gemm,
@@ -123,11 +123,12 @@ def test_zeros_and_extreme_blocks(layout):
 def test_what_is_not_finite_stays_so_and_is_counted(layout):
     for bad in [math.nan, math.inf, -math.inf]:
         values = weights(4, 3 * layout.block)
-        assert count_not_finite(encode_blocks(values, layout), layout) == 0
+        encoding = BlockEncoding(layout, tuple(values.shape))
+        assert encoding.count_not_finite(encode_blocks(values, layout)) == 0
         values[1, layout.block + 3] = values[1, layout.block + 4] = values[3, 0] = bad
         records = encode_blocks(values, layout)
-        assert count_not_finite(records, layout) == 2
-        assert count_not_finite(records.view(torch.float32), layout) == 2, "in another unit"
+        assert encoding.count_not_finite(records) == 2
+        assert encoding.count_not_finite(records.view(torch.float32)) == 2, "in another unit"
         decoded = decode_blocks(records, layout, values.shape[1], torch.float32)
         assert (
             decoded[1, layout.block : 2 * layout.block].isnan().any()
