@@ -146,7 +146,6 @@ def render_memory(estimate: Estimate, rank: int) -> str:
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
     host = " on the host" if memory.on_host else ""
     rows = [
-        ("", "", ""),
         (f"weights{host}", format_memory(memory.weights), f"exact{padded}"),
         (f"optimizer states{host}", format_memory(memory.optimizer), "exact"),
         ("buffers", format_memory(memory.buffers), "exact"),
@@ -159,9 +158,8 @@ def render_memory(estimate: Estimate, rank: int) -> str:
         f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left "
         "to the CUDA context, NCCL, cuBLAS and fragmentation"
     )
-    rows.append((f"{hardware.name}", format_memory(hardware.usable_bytes), reserved))
-    lines = format_table(rows).splitlines()[1:]
-    return "\n".join([f"memory of rank {rank}: {_verdict(estimate)}", *lines])
+    rows.append((hardware.name, format_memory(hardware.usable_bytes), reserved))
+    return f"memory of rank {rank}: {_verdict(estimate)}\n{format_table(rows)}"
 
 
 def render_stages(stages: Mapping[int, Estimate]) -> str:
