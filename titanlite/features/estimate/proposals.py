@@ -11,6 +11,7 @@ from itertools import product
 
 from titanlite.base.errors import TitanliteError
 from titanlite.base.log import logger
+from titanlite.base.text import describe_error
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
@@ -96,9 +97,7 @@ def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
         except TitanliteError:
             continue
         except Exception as error:  # noqa: BLE001  of torch or transformers, while they trace what is not asked for
-            logger.error(
-                "plan: %s is left out: %s: %s", " ".join(arguments), type(error).__name__, error
-            )
+            logger.error("plan: %s is left out: %s", " ".join(arguments), describe_error(error))
 
 
 def _candidates(base: Planned) -> Iterator[_Arguments]:

@@ -20,7 +20,6 @@ import torch
 
 from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.base.files import render
 from titanlite.base.log import logger
 from titanlite.checkpoint.description import TokenIds, describe_model
 from titanlite.checkpoint.folder import (
@@ -355,21 +354,14 @@ class PeftFormat(HFFormat):
         assets = Path(self.base) if (Path(self.base) / "config.json").is_file() else None
         describe_model(model.config, {}, torch.float32, assets)
 
-        def write(folder: Path) -> None:
-            write_adapter_config(folder, model, self._lora, self.base)
-            if isinstance(model.config, ModelConfig):
-                # peft's file cannot hold overrides of a run; `model_config_from_hf` reads them from
-                # this file.
-                table = {
-                    **family_of(model.config).to_hf(model.config),
-                    "model_type": model.config.family,
-                }
-                (folder / OWN_FOLDER).mkdir(exist_ok=True)
-                (folder / OWN_FOLDER / "config.json").write_text(
-                    json.dumps(table, indent=2) + "\n", encoding="utf-8"
-                )
-
-        return render("the description of the model", write)
+        files = describe_adapters(model, self._lora, self.base)
+        if isinstance(model.config, ModelConfig):
+            # peft's file cannot hold overrides of a run; `model_config_from_hf` reads them from
+            # this file.
+            table = family_of(model.config).to_hf(model.config)
+            table |= {"model_type": model.config.family}
+            files[f"{OWN_FOLDER}/config.json"] = _to_json(table)
+        return files
 
 
 def adapter_files(plan: Plan) -> list[FileLayout]:
@@ -394,9 +386,9 @@ def adapter_files(plan: Plan) -> list[FileLayout]:
     return lay_out(items, ADAPTER_FILE.removesuffix(".safetensors"), file_bytes=2**62)
 
 
-def write_adapter_config(folder: Path, model: Model, section: LoRASection, base: str) -> None:
-    """Write adapter_config.json for the adapters of `model`, whose base model is in the folder
-    `base`; call on one rank.
+def describe_adapters(model: Model, section: LoRASection, base: str) -> dict[str, bytes]:
+    """Return adapter_config.json for the adapters of `model`, whose base model is in the folder
+    `base`.
     """
     modules, parameters = _targets(model)
     name, revision = _name_of_base(base)
@@ -416,7 +408,11 @@ def write_adapter_config(folder: Path, model: Model, section: LoRASection, base:
         "bias": "none",
         "inference_mode": True,
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return {ADAPTER_CONFIG: _to_json(config)}
+
+
+def _to_json(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2) + "\n").encode()
 
 
 def _targets(model: Model) -> tuple[list[str], list[str]]:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from tests.saving import save_hf_model
 from titanlite.base.errors import CheckpointError, PlanError
 from titanlite.checkpoint.commit import commit_folder
-from titanlite.checkpoint.description import render
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import (
     LoRAExperts,
@@ -26,7 +25,7 @@ from titanlite.features.lora.layers import (
 from titanlite.features.lora.peft_format import (
     adapter_checkpoint,
     adapter_files,
-    write_adapter_config,
+    describe_adapters,
 )
 from titanlite.features.tools.export import main
 from titanlite.materialize import materialize
@@ -63,11 +62,8 @@ def tokens_of(config, seed=0):
 def save(folder, model, plan, section, base=("base", None, None)):
     """Save the adapters; `base` is a folder, and what is saved there: a model or None, a dtype."""
     place, base_model, dtype = base
-
-    def rest(path):
-        write_adapter_config(path, model, section, str(place))
-
-    commit_folder(folder, adapter_files(plan), render("the adapters", rest))
+    description = describe_adapters(model, section, str(place))
+    commit_folder(folder, adapter_files(plan), description)
     if base_model is not None:
         save_hf_model(base_model, materialize(base_model, "cpu"), None, place, dtype)
 

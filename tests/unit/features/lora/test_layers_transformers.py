@@ -8,14 +8,13 @@ from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import commit_folder
-from titanlite.checkpoint.description import render
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.config.schema import LoRASection
 from titanlite.features.lora.layers import adapted_modules, adapters_disabled, apply_lora
 from titanlite.features.lora.peft_format import (
     adapter_checkpoint,
     adapter_files,
-    write_adapter_config,
+    describe_adapters,
 )
 from titanlite.features.tools.export import export_merged
 from titanlite.features.transformers.build import build_transformers
@@ -78,10 +77,7 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, run_ranks, name, t
 
     # no backward here: with a CUDA build, ranks forked after one cannot run another
     def save():
-        rest = render(
-            "the adapters", lambda path: write_adapter_config(path, model, section, "base")
-        )
-        commit_folder(folder, adapter_files(plan), rest)
+        commit_folder(folder, adapter_files(plan), describe_adapters(model, section, "base"))
 
     run_ranks(1, save)
     again, _ = load(tmp_path / "base", section, hf, adapter_checkpoint(folder, section, model))
