@@ -146,29 +146,13 @@ def assemble(checked: Checked) -> Trainer:
     trainer = Trainer(
         parts,
         metrics=build_metrics(run, model, loader),
-        watch=Watch(
-            evaluator=build_evaluator(run, loader.dataset, tokenizer),
-            diagnose=partial(
-                diagnose, model, whole_layers=run.job.compile.enable, stage=run.dims.stage
-            ),
-            report_unreached=partial(report_unreached, run.folder),
-        ),
-        closing=Closing(
-            render_card=partial(
-                render_model_card,
-                run.job,
-                family=run.model_config.family,
-                num_parameters=count_parameters(model)[0],
-            ),
-            say_end=say_end,
-            push_to_hub=push_to_hub,
-        ),
+        watch=build_watch(parts, tokenizer),
+        closing=build_closing(parts),
     )
     refuse(find_problems_of(parts))
     record_start(parts, changes)
-    objective.prepare(
-        loader.coming_batches(run.first_step, run.job), partial(build_initial, parts), run.device
-    )
+    coming = loader.coming_batches(run.first_step, run.job)
+    objective.prepare(coming, partial(build_initial, parts), run.device)
     return trainer
 
 
@@ -527,6 +511,32 @@ def build_metrics(run: Run, model: Model, loader: TrainLoader) -> MetricsLogger:
         measure=measure,
         reads_backwards=reads_backwards,
         steps_per_epoch=(loader.dataset.num_train_sequences or 0) / loader.global_batch_size,
+    )
+
+
+def build_watch(parts: Parts, tokenizer: Any) -> Watch:
+    """Build the features that observe the run."""
+    run = parts.run
+    whole_layers = run.job.compile.enable
+    return Watch(
+        evaluator=build_evaluator(run, parts.loader.dataset, tokenizer),
+        diagnose=partial(
+            diagnose, parts.stepper.model, whole_layers=whole_layers, stage=run.dims.stage
+        ),
+        report_unreached=partial(report_unreached, run.folder),
+    )
+
+
+def build_closing(parts: Parts) -> Closing:
+    """Build the features that act at the end of the run."""
+    run = parts.run
+    total, _ = count_parameters(parts.stepper.model)
+    return Closing(
+        render_card=partial(
+            render_model_card, run.job, family=run.model_config.family, num_parameters=total
+        ),
+        say_end=say_end,
+        push_to_hub=push_to_hub,
     )
 
 
