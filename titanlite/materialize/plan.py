@@ -135,15 +135,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, TensorI
     under each of its names.
     """
     saved = {clean_name(key) for key in model.state_dict(keep_vars=True)}
-    modules = dict(model.named_modules(remove_duplicate=False))
     for kind, tensors in (
         ("parameter", model.named_parameters(remove_duplicate=False)),
         ("buffer", model.named_buffers(remove_duplicate=False)),
     ):
         for raw, tensor in tensors:
             fqn = clean_name(raw)
-            owner = modules[raw.rpartition(".")[0]]
-            info = TensorInfo(fqn, kind, fqn in saved, shape_of(tensor), tensor.dtype, owner)  # type: ignore[arg-type]
+            info = TensorInfo(fqn, kind, fqn in saved, shape_of(tensor), tensor.dtype)  # type: ignore[arg-type]
             yield fqn, tensor, info
 
 
@@ -202,16 +200,14 @@ def _declarations(
         if declare is None:
             continue
         prefix = clean_name(raw_prefix)
-        where = f"{_class_name(module)} '{prefix}'" if prefix else _class_name(module)
+        # `fully_shard` derives a class FSDPName from Name
+        name_of_class = type(module).__name__.removeprefix("FSDP")
+        where = f"{name_of_class} '{prefix}'" if prefix else name_of_class
         for name, source in declare(module).items():
             if isinstance(source, Alias) and prefix:
                 source = Alias(f"{prefix}.{source.target}")
             declared.add(f"{prefix}.{name}" if prefix else name, source, where)
     return declared.sources
-
-
-def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # `fully_shard` derives an FSDPName from Name
 
 
 class _Claims:
@@ -383,8 +379,8 @@ def _pick(
     source = next(iter(own.values()), None)
     if source is None:
         problems.append(
-            f"{info.fqn}: {info.kind} {info.shape} of {_class_name(info.module)} has no source. "
-            "Declare one in declare_sources of its module, or pass one in sources."
+            f"{info.fqn}: {info.kind} {info.shape} has no source. Declare one in declare_sources "
+            "of its module, or pass one in sources."
         )
     elif complete and info.persistent and not (isinstance(source, Init) and source.may_be_absent):
         problems.append(f"{info.fqn}: missing, {' and '.join(complete)} does not have it.")

@@ -21,7 +21,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 
 from titanlite.materialize.layout import Encoding, Region
 
@@ -124,14 +123,13 @@ class InvalidClaim:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Facts about a tensor for its source; `shape` is the global one, `module` holds the tensor."""
+    """Facts about a tensor for its source; `shape` is the global one."""
 
     fqn: str
     kind: Literal["parameter", "buffer"]
     persistent: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    module: nn.Module
 
 
 class SourceProvider(Protocol):

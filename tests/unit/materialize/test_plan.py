@@ -108,7 +108,7 @@ DECLARED_TWICE = "two sources, 'init constant(value=1)' from"
 @pytest.mark.parametrize(
     ("model", "sources", "text"),
     [
-        (Outer(x=Part({})), [], "x.w: parameter (2, 3) of Part has no source. Declare one"),
+        (Outer(x=Part({})), [], "x.w: parameter (2, 3) has no source. Declare one"),
         (
             Part(),
             [{"w": ONES}, {"*": ZEROS}],
