@@ -401,7 +401,10 @@ class MetricsSection:
         "Function of a point that returns more values to log (docs/extending.md).",
         calls=("point", "point, backwards"),
     )
-    enable_tensorboard: bool = setting(True, "Write TensorBoard events to job.dump_folder/tb.")
+    enable_tensorboard: bool = setting(
+        True, "Write TensorBoard events to job.dump_folder/save_tb_folder."
+    )
+    save_tb_folder: str = setting("tb", "Folder of the TensorBoard events, inside job.dump_folder.")
     enable_wandb: bool = setting(
         False, "Send metrics and configuration to Weights & Biases (pip install wandb)."
     )
@@ -418,9 +421,10 @@ class MetricsSection:
 @dataclass
 class ProfilingSection:
     enable_profiling: bool = setting(
-        False,
-        "Record a torch.profiler trace of one step every profile_freq steps, in "
-        "job.dump_folder/profile_traces.",
+        False, "Record a torch.profiler trace of one step every profile_freq steps."
+    )
+    save_traces_folder: str = setting(
+        "profile_traces", "Folder of the traces, inside job.dump_folder."
     )
     profile_freq: int = setting(
         100, "Steps between traces.", ge=1, only_for="profiling.enable_profiling"

@@ -114,7 +114,11 @@ class MetricsLogger:
         self._peak_flops = (
             peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
         )
-        self._tensorboard = Path(dump_folder) / "tb" if job.metrics.enable_tensorboard else None
+        self._tensorboard = (
+            Path(dump_folder) / job.metrics.save_tb_folder
+            if job.metrics.enable_tensorboard
+            else None
+        )
         self._writer: Any = None
         self._sink = sink
         self._bar: ProgressBar | None = None

@@ -215,7 +215,7 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
     done.
 
     With `profiling.enable_profiling` it records the last step of every `profile_freq` steps of this
-    process, after one warm-up step, and every rank writes `profile_traces/step-N/rank-R.json`,
+    process, after one warm-up step, and every rank writes `save_traces_folder/step-N/rank-R.json`,
     for chrome://tracing or Perfetto. If a step is trained again after a resume, its trace is
     replaced.
     """
@@ -227,7 +227,8 @@ def profiling(section: ProfilingSection, dump_folder: Path) -> Iterator[Callable
     def save(recorded: profile) -> None:
         if now < 0:
             return  # training ended during a recorded step, or never began
-        path = dump_folder / "profile_traces" / f"step-{now}" / f"rank-{dist.get_rank()}.json"
+        folder = dump_folder / section.save_traces_folder / f"step-{now}"
+        path = folder / f"rank-{dist.get_rank()}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(path))
         logger.info(f"profiler: trace of step {now} in {path}")

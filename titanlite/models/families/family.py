@@ -248,10 +248,8 @@ def check_model_config(config: ModelConfig) -> list[str]:
                 f"num_limited_groups ({config.num_limited_groups}) is not between 1 and {groups}."
             )
         elif config.top_k > available:
-            problems.append(
-                f"top_k ({config.top_k}) is more than the {available} experts in "
-                f"{config.num_limited_groups} of {groups} groups."
-            )
+            chosen = f" in {config.num_limited_groups} of {groups} groups" if groups > 1 else ""
+            problems.append(f"top_k ({config.top_k}) is more than the {available} experts{chosen}.")
     heads = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     inner = (
         config.intermediate_size
