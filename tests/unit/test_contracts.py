@@ -1,6 +1,8 @@
 """Rules of the code that no linter knows: what may stand where."""
 
 import ast
+import re
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -147,3 +149,11 @@ def test_it_stands_in_its_places_alone(find, places, remedy):
     )
     unused = [place for place in places if not any(name.startswith(place) for name in found)]
     assert not unused, "they need it no longer: leave them out"
+
+
+def test_each_feature_is_in_both_lists_of_layers():
+    """Without this, a feature that only the second list has could import any room."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    rooms, features, _ = settings["tool"]["importlinter"]["contracts"]
+    among_rooms = re.findall(r"features\.(\w+)", " ".join(rooms["layers"]))
+    assert sorted(among_rooms) == sorted(re.findall(r"\w+", " ".join(features["layers"])))
