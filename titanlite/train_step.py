@@ -88,8 +88,7 @@ class TrainStep:
         its forward, except that a pipeline stage runs some forwards ahead.
         """
         self.begin(self.step)
-        # This is not part of a phase that shows slow ranks, because here ranks wait for a rank
-        # whose data is late.
+        # Counted as "other": ranks wait here for late data, which would make every rank look slow.
         self.timer.start("other")
         objective = self.objective
         count = len(micro_batches)

@@ -66,8 +66,8 @@ class Piece:
     """The place of a region of a run-time tensor in a checkpoint tensor; `key` and `shape` are as
     on disk.
 
-    On disk the elements of the region follow one another, from `row` on; the numbers of dims may
-    differ. Several pieces with the same key are in the order of their rows, and together fill the
+    On disk the region is contiguous and starts at `row`; the stored tensor may have another number
+    of dims. Several pieces with the same key are in the order of their rows, and together fill the
     tensor.
     """
 

@@ -63,8 +63,8 @@ def build_adamw(model: nn.Module, section: OptimizerSection) -> LocalAdamW:
 def group_parameters(
     model: nn.Module, section: OptimizerSection, apart: Container[nn.Parameter] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Group the trained parameters by rate and decay; return the groups of the parameters in
-    `apart`, and of the others.
+    """Group the trained parameters by rate and decay; return two lists of groups: for the
+    parameters in `apart`, and for the rest.
 
     Only matrices decay: not norms and other vectors, nor biases, even if the biases of all experts
     form a matrix.

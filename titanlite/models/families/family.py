@@ -319,10 +319,10 @@ class Family:
     mtp_key: str | None = None
     # The composition of the layer with this number.
     layer: Callable[[ModelConfig, int], Layer] = standard_layer
-    # key of the router's bias buffer in checkpoints, if the architecture has one
+    # key of the router's bias buffer in checkpoints, below `mlp.gate`, if the architecture has one
     expert_bias_key: str | None = None
-    # Order of the rows of stored tensors, if it differs from the order in memory: by patterns of
-    # names, (first row in memory, number of rows).
+    # If rows of stored tensors have another order than in memory: pattern of names -> function that
+    # yields, in stored order, (first row in memory, number of rows).
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
         default_factory=dict
     )
