@@ -55,13 +55,6 @@ class ExpertBiasBalancer:
         if numbers:
             # (layers, E) int64: this rank's rows since the last `step`
             self.counts = self._make_counts(model)
-        frozen = sum(not router.weight.requires_grad for router in self._routers)
-        if frozen and update_rate:
-            logger.info(
-                "moe: %d of %d routers are frozen, and so is their expert_bias",
-                frozen,
-                len(self._routers),
-            )
 
     def _make_counts(self, model: Model) -> torch.Tensor:
         if self._counters:
