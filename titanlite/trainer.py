@@ -127,10 +127,7 @@ class Trainer:
                 self.stopping or self.parts.results.out_of_patience
             ):
                 stepper.enter("data")
-                micro_batches = [
-                    batch.to(self.parts.run.device)
-                    for batch in self.parts.loader.micro_batches(self.step)
-                ]
+                micro_batches = self.micro_batches(self.step)
                 is_first = stepper.unreached is None
                 last = self.step + 1 == job.training.steps
                 is_logged = (self.step + 1) % job.metrics.log_freq == 0 or self.step == 0 or last
@@ -154,6 +151,11 @@ class Trainer:
                     self.save()
                 window.start += time.perf_counter() - pause  # pauses do not count as training time
         self.finish()
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """Return this rank's batches of optimizer step `step` (0-based), on its device."""
+        device = self.parts.run.device
+        return [batch.to(device) for batch in self.parts.loader.micro_batches(step)]
 
     def log_step(self, window: Window) -> None:
         """Log the steps of `window`. Collective: every rank must call."""
@@ -259,7 +261,7 @@ class Trainer:
             return
         beat("diagnosing")
         step = found.first if found.fatal else found.first_new
-        batches = [batch.to(self.parts.run.device) for batch in loader.micro_batches(step - 1)]
+        batches = self.micro_batches(step - 1)
         units, num_tokens = stepper.count_units(batches)
         stepper.begin(step - 1)
         diagnosis = self.watch.diagnose(
