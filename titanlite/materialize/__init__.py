@@ -79,9 +79,7 @@ def materialize(
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """
     plan = replace(build_plan(model, sources), waiting=waiting)
-    allocate(
-        plan, torch.device(device), None if buffer_device is None else torch.device(buffer_device)
-    )
+    allocate(plan, torch.device(device), torch.device(buffer_device or device))
     fill(plan, seed)
     verify(plan)
     return plan

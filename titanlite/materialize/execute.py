@@ -53,6 +53,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
     their attributes, so that optimizers, ties and maps keyed by them stay valid. Poison costs one
     memset, and lets `verify` find every tensor that was not filled.
     """
+    device_of = {"parameter": device, "buffer": buffer_device or device}
     recurrent: list[Any] = [
         module for module in plan.model.modules() if isinstance(module, nn.RNNBase)
     ]
@@ -62,9 +63,7 @@ def allocate(plan: Plan, device: torch.device, buffer_device: torch.device | Non
         tensor = entry.tensor
         if entry.is_remote:
             continue
-        target = (
-            buffer_device if entry.info.kind == "buffer" and buffer_device is not None else device
-        )
+        target = device_of[entry.info.kind]
         if tensor.is_meta:
             local = torch.empty(entry.local_shape, dtype=entry.dtype, device=target)
             # A pass over all memory costs as much as reading the file. If the reader itself proves
