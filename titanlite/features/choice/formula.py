@@ -43,7 +43,7 @@ _OPTIMIZER_BYTES = 24
 _FIRST_BYTES, _SUM_BYTES, _WHOLE_BYTES = 8, 24, 16
 # kernels of a layer without recomputation; more for experts, for their all-to-all, for copies at dp
 # = 1
-_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 50, 25, 12
+_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 33, 23, 12
 _FORWARD = 0.4  # fraction of them in forward
 # fraction that is recomputed in backward
 _AGAIN = {"none": 0.0, "selective": 0.03, "keep_attention": 0.15, "full": 0.15}
@@ -58,7 +58,7 @@ _MOVED_AGAIN = {
 }
 # values moved for each feature of the residual stream: by routing, for a copy of a row that is
 # sent, and for that copy in recomputation
-_ROUTED, _SENT, _SENT_AGAIN = 18, 8.3, 2
+_ROUTED, _SENT, _SENT_AGAIN = 16.5, 8.3, 2
 # values moved for each of a row's features in experts that are not fused, and in recomputation
 _UNFUSED, _UNFUSED_AGAIN = 31, 24
 _STATES = 3  # features that a delta net stores where attention stores one
