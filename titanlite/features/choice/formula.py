@@ -61,6 +61,8 @@ _MOVED_AGAIN = {
 _ROUTED, _SENT, _SENT_AGAIN = 16.5, 8.3, 2
 # values moved for each of a row's features in experts that are not fused, and in recomputation
 _UNFUSED, _UNFUSED_AGAIN = 31, 24
+# the same for each of a row's features inside of experts with a clamped SwiGLU
+_CLAMPED, _CLAMPED_AGAIN = 170, 28
 _STATES = 3  # features that a delta net stores where attention stores one
 
 
@@ -93,6 +95,7 @@ class Sizes:
     expert_width: int  # width of one expert, summed over all layers
     # features that a row stores in addition in experts with biases or adapters, which are not fused
     unfused_width: float
+    clamped_width: float  # features of a row inside of experts with a clamped SwiGLU
     core_flops: int  # FLOPs per token in forward of the operations that mix tokens
     attention_flops: int  # those of attention, whose results may be saved
     attention_bytes: int  # bytes per token of these results, of all layers
@@ -125,6 +128,7 @@ def measure(model: Model, job: JobConfig) -> Sizes:
     has_adapters = any(is_adapter(name) for name, _ in kinds["experts"])
     has_biases = any("bias" in name for name, _ in kinds["experts"])
     unfused_width = config.hidden_size * (has_adapters or has_biases)
+    inner_width = expert_width / 3 / len(layers)
     return Sizes(
         num_layers=len(layers),
         hidden_size=config.hidden_size,
@@ -137,7 +141,8 @@ def measure(model: Model, job: JobConfig) -> Sizes:
         attention_width=attention,
         mlp_width=mlp,
         expert_width=expert_width,
-        unfused_width=unfused_width + has_adapters * expert_width / 3 / len(layers),
+        unfused_width=unfused_width + has_adapters * inner_width,
+        clamped_width=has_biases * inner_width,
         core_flops=sum(model.core_flops(job.training.seq_len)),
         attention_flops=sum(part.core_flops(job.training.seq_len) for part in saved),
         attention_bytes=sum(part.attention_bytes for part in saved),
@@ -299,7 +304,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     rows_sent = _rows_sent(sizes, ep) * sizes.hidden_size * sizes.num_layers
     routed = _ROUTED * sizes.hidden_size * sizes.num_layers * (sizes.num_experts > 0)
     unfused = sizes.top_k * sizes.unfused_width * sizes.num_layers
-    widths = _widths(sizes, _MOVED) + routed + _SENT * rows_sent + _UNFUSED * unfused
+    clamped = sizes.top_k * sizes.clamped_width * sizes.num_layers
+    widths = _widths(sizes, _MOVED) + routed + _SENT * rows_sent
+    widths += _UNFUSED * unfused + _CLAMPED * clamped
     again = _widths(sizes, _MOVED_AGAIN[setup.mode])
     decoded = 3 * _HALF * (sizes.experts.encoded / ep + sizes.dense.encoded / tp) / memory
     sent = rows_sent * _HALF * tokens
@@ -314,7 +321,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     if setup.recomputes_layers:
         saved = sizes.attention_flops if setup.mode == "keep_attention" else 0
         backward += kernels - saved * attention_s
-        again += _SENT_AGAIN * rows_sent + _UNFUSED_AGAIN * unfused
+        again += _SENT_AGAIN * rows_sent + _UNFUSED_AGAIN * unfused + _CLAMPED_AGAIN * clamped
     moved = _HALF * tokens / memory
     kernels += widths / 3 * moved + 2 * beside + waits
     backward += (widths * 2 / 3 + again) * moved
