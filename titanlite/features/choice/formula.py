@@ -2,7 +2,7 @@
 enough for a choice.
 
 The command `plan` traces the step instead. The factors are fitted to its traces of Llama 3, Qwen3,
-Qwen3-MoE, GLM-4.5 and DeepSeek-V3; `scripts/bench/choices.py` compares the two.
+Qwen3-MoE, GLM-4.5, DeepSeek-V3 and gpt-oss; `scripts/bench/choices.py` compares the two.
 """
 
 from collections.abc import Iterator
