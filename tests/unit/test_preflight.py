@@ -12,7 +12,7 @@ from processes import run_python
 from titanlite import __version__
 from titanlite.__main__ import main as run_command
 from titanlite.base.errors import ConfigError
-from titanlite.config import load_config
+from titanlite.config import RopeScaling, load_config
 from titanlite.models.families import families
 from titanlite.preflight import check, main
 
@@ -97,21 +97,22 @@ def test_a_python_without_the_packages_says_so(path):
     assert "Traceback" not in result.stderr
 
 
-LONGER = {"max_position_embeddings": 4096, "initializer_range": 0.01}
-OTHER_SCALING = {"factor": 32.0, "low_freq_factor": 2.0}
+SCALING = "model.overrides.rope_scaling"
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "overrides", "different"),
     [
-        ("qwen3_moe", LONGER, {}, ""),
+        ("qwen3_moe", {"max_position_embeddings": 4096, "initializer_range": 0.01}, [], ""),
         (
-            "qwen3_moe",
-            {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
-            {},
+            *("qwen3_moe", {"norm_topk_prob": False, "rms_norm_eps": 1e-5}, []),
             "1e-06, there 1e-05; norm_topk_prob is",
         ),
-        ("llama", OTHER_SCALING, {"factor": 16.0, "low_freq_factor": 2.0}, ""),
+        (
+            *("llama", {"rope_scaling": RopeScaling("llama3", 32.0, low_freq_factor=2.0)}),
+            [f"--{SCALING}.factor=16.0", f"--{SCALING}.low_freq_factor=2.0"],
+            "",
+        ),
     ],
 )
 def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
@@ -120,19 +121,12 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
     """Weights of the same shapes fit, and yet would compute something else. What is overridden is
     not compared.
     """
-    theirs, prefix = families()[family].presets["debug"], "model.overrides."
-    if changes is OTHER_SCALING:
-        assert theirs.rope_scaling is not None
-        changes, prefix = (
-            {"rope_scaling": replace(theirs.rope_scaling, **changes)},
-            f"{prefix}rope_scaling.",
-        )
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    hf = families()[family].to_hf(replace(theirs, **changes))
-    write_json(folder / "config.json", {**hf, "model_type": family})
-    given = [f"--{prefix}{name}={value}" for name, value in overrides.items()]
-    arguments = [path, f"--model.name={family}", f"--checkpoint.initial_load_path={folder}", *given]
+    theirs = replace(families()[family].presets["debug"], **changes)
+    (tmp_path / "folder").mkdir()
+    hf = families()[family].to_hf(theirs)
+    write_json(tmp_path / "folder/config.json", {**hf, "model_type": family})
+    arguments = [path, f"--model.name={family}", *overrides]
+    arguments += [f"--checkpoint.initial_load_path={tmp_path / 'folder'}"]
     if not different:
         assert run_check(*arguments).model_config.family == family
         return

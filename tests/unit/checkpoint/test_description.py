@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from files import read_json, write_json
+from tiny_transformers import TEXT_SIZES
 
 from tests.saving import save_tokenizer
 from titanlite.base.errors import CheckpointError
@@ -199,21 +200,7 @@ def test_a_rotary_table_of_another_type_leaves_nothing(tmp_path):
     assert written["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
 
 
-ROPE_OF_4 = {
-    "phi": {"rope_theta": 3e4, "partial_rotary_factor": 0.25, "rope_scaling": None},
-    "gpt_oss": {
-        "rope_theta": 3e4,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 2.0,
-            "original_max_position_embeddings": 32,
-            "truncate": False,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        },
-    },
-    "mixtral": {"rope_theta": 3e4, "rope_scaling": None},
-}
+ROPE_OF_4 = read_json(Path(__file__).with_name("rope_of_transformers_4.json"))
 
 
 @pytest.mark.parametrize("form", ["older", "newer"])
@@ -224,13 +211,7 @@ def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, 
     """
     from transformers import AutoConfig
 
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 64,
-    }
-    hf = {"model_type": model_type, **sizes, **ROPE_OF_4[model_type]}
+    hf = {**TEXT_SIZES, "model_type": model_type, **ROPE_OF_4[model_type]}
     read = AutoConfig.for_model(**json.loads(json.dumps(hf)))
     if form == "newer":
         read.save_pretrained(tmp_path / "newer")
@@ -251,13 +232,8 @@ def test_models_of_transformers_have_the_rotary_keys_of_4(tmp_path, model_type, 
 def test_tables_of_kinds_of_layers_are_as_of_transformers_5(tmp_path):
     from transformers import AutoConfig
 
-    hf = {
-        "model_type": "gemma3_text",
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-    }
-    describe_into(tmp_path, transformers_config({**hf, "rope_local_base_freq": 7e3}, "config.json"))
+    hf = TEXT_SIZES | {"model_type": "gemma3_text", "rope_local_base_freq": 7e3}
+    describe_into(tmp_path, transformers_config(hf, "config.json"))
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert rope["sliding_attention"]["rope_theta"] == 7e3
     assert "rope_theta" not in read_json(tmp_path / "config.json")

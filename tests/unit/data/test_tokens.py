@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from files import read_json, write_json
+from files import read_json, read_table, write_json
 from tokenizers.processors import TemplateProcessing
 
 from titanlite.data import tokenizer as tokenizer_module
@@ -80,38 +80,18 @@ def test_text_that_spells_a_special_token_is_text(data, tokenizer, tmp_path):
     assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1
 
 
-END = END_OF_TEXT
-
-
-@pytest.mark.parametrize(
-    ("text", "separator", "documents", "spelled"),
-    [
-        (f"one{END}\ntwo{END}\n", "found", ["one", "two"], 0),
-        (f"one\n{END}\n{END}\n\n{END}", "found", ["one\n"], 0),
-        (f'one = "{END}"\n', "found", [f'one = "{END}"\n'], 1),
-        (f"one{END}two", END, ["one", "two"], 0),
-        (f"one\n---\ntwo{END}\n", "---", ["one\n", "two"], 0),
-        (f"one\n{END}\ntwo{END}\n", "none", [f"one\n{END}\ntwo"], 1),
-    ],
-)
-def test_separators_in_a_file(
-    data,
-    tokenizer,
-    tmp_path,
-    text,
-    separator,
-    documents,
-    spelled,
-):
-    data.path, data.document_separator = str(tmp_path / "a.txt"), separator
-    Path(data.path).write_bytes(text.encode())
+@pytest.mark.parametrize("case", read_table("rows")["separated"], ids=lambda case: case["text"])
+def test_separators_in_a_file(data, tokenizer, tmp_path, case):
+    data.path, data.document_separator = str(tmp_path / "a.txt"), case["separator"]
+    Path(data.path).write_bytes(case["text"].encode())
     tokenized = _build(data, tokenizer)
     plain = tokens_module.get_plain_encoder(tokens_module.serialize(tokenizer))
-    expected = [[*plain.encode(document).ids, tokenizer.eos_token_id] for document in documents]
-    assert tokenized.tokens.tolist() == [token for ids in expected for token in ids]
-    assert tokenized.num_documents == len(documents)
-    assert tokenized.spelled == ({END: spelled} if spelled else {})
-    assert (END in tokenized.get_warning()) == bool(spelled)
+    ids = [[*plain.encode(text).ids, tokenizer.eos_token_id] for text in case["documents"]]
+    assert tokenized.tokens.tolist() == [token for document in ids for token in document]
+    assert tokenized.num_documents == len(case["documents"])
+    spelled = case.get("spelled", 0)
+    assert tokenized.spelled == ({END_OF_TEXT: spelled} if spelled else {})
+    assert (END_OF_TEXT in tokenized.get_warning()) == bool(spelled)
     assert ("split at" in tokenized.describe()) == bool(tokenized.separators)
 
 
@@ -119,7 +99,7 @@ def test_the_end_token_of_the_tokenizer_separates_and_is_read(data, tokenizer, t
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     data.path = str(tmp_path / "a.txt")
-    Path(data.path).write_text(f"<s>one</s>\n<s>two</s>\n{END}\nthree</s>")
+    Path(data.path).write_text(f"<s>one</s>\n<s>two</s>\n{END_OF_TEXT}\nthree</s>")
     tokenized = _build(data, tokenizer)
     assert tokenizer.decode(tokenized.tokens.tolist()) == "<s>one</s><s>two</s>three</s>"
     assert np.count_nonzero(tokenized.tokens == tokenizer.eos_token_id) == 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from files import read_json, write_json
+from files import read_json, read_table, write_json
 from safetensors.torch import load_file, save_file
 
 from tests.saving import model_files, save_hf_model
@@ -176,20 +176,8 @@ def test_they_are_never_in_memory(saved, tmp_path, monkeypatch):
 
 def test_the_text_part_of_a_larger_model_stays_a_part_of_it(tmp_path):
     """Vision tower and config.json survive, so that the whole can be loaded again."""
-    text = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 8)
-    text |= dict.fromkeys(("num_attention_heads", "linear_num_value_heads"), 4)
-    text |= dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "linear_num_key_heads"), 2)
-    text |= {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
-    vision = dict.fromkeys(
-        ("hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"), 16
-    )
-    vision |= {"depth": 1, "num_heads": 2, "patch_size": 4}
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    config = transformers.Qwen3_5Config(**read_table("tiny_qwen3_5"))
     transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
     table = read_json(tmp_path / "whole/config.json")
     table["architectures"] = ["Qwen3_5ForCausalLM"]

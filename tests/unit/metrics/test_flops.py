@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from files import read_table
 from tiny_transformers import save_tiny_llava
 
 from titanlite.assemble import build_model
@@ -130,16 +131,7 @@ def test_flops_of_adapters_are_four_sixths_and_backward_ends_at_the_first():
         assert flops == 4 * matrices + 6 * 3 * attention - unreached * (2 * layer + 4 * attention)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
-        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA GB200", torch.bfloat16, 2500),
-        ("Some Future GPU", torch.bfloat16, None),
-        ("NVIDIA H100 80GB HBM3", torch.float32, None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
-    ],
-)
-def test_peak_flops_is_none_rather_than_wrong(name, dtype, tflops):
-    assert peak_flops(name, dtype) == (tflops and tflops * 1e12)
+@pytest.mark.parametrize(("name", "tflops"), read_table("plans")["peak_tflops"].items())
+def test_peak_flops_is_none_rather_than_wrong(name, tflops):
+    assert peak_flops(name, torch.bfloat16) == (tflops * 1e12 or None)
+    assert peak_flops(name, torch.float32) is None

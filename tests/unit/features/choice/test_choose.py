@@ -10,7 +10,6 @@ from titanlite.checkpoint.train_state import Progress
 from titanlite.config.load import CODE, Reader
 from titanlite.config.parallelism import CHOSEN
 from titanlite.config.settings import get_value
-from titanlite.features.choice import at_start
 from titanlite.features.choice.at_start import choose_for, describe_model
 from titanlite.features.choice.choose import describe, find_all, find_hardware, keep_choice, take
 from titanlite.features.choice.hardware import get_hardware
@@ -65,21 +64,6 @@ def test_ranks_of_one_sequence_are_as_busy_as_ranks_of_different_ones(axis):
     alone, together = found
     assert together.rate == pytest.approx(alone.rate, rel=0.1)
     assert together.nbytes == pytest.approx(alone.nbytes, rel=0.1)
-
-
-def test_the_same_model_is_built_once_for_several_choices(monkeypatch):
-    monkeypatch.setattr(at_start, "_latest", {})
-    built = []
-
-    def build(*arguments):
-        built.append(arguments)
-        return build_unsharded(*arguments)
-
-    long = checked(*LONG)
-    for job, expected in ((checked(), 1), (long, 2), (with_adapters(long), 3)):
-        for batch in (8, 16):
-            choose_for(job, H100, build, batch)
-        assert len(built) == expected
 
 
 def with_adapters(job, **options):

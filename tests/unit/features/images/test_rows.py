@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from files import read_table
 from PIL import Image
 from tiny_transformers import save_tiny_processor
 from transformers.image_utils import load_image as transformers_load_image
@@ -108,36 +109,11 @@ def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
     assert shown == ["red", end, "w1", "w2", end]
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (b"{", r"chats\.jsonl, row 2: not valid JSON"),
-        ({"text": "a"}, r"row 2: has no list of messages"),
-        ({"messages": ["hello"]}, r"row 2: messages\[0\] has no role"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            r"row 2: messages\[0\]\.content\[0\]",
-        ),
-        ({"messages": [{"role": "user", "content": "a"}]}, r"row 2: has no image"),
-        (
-            chat("red.png", tools=[{"name": "f"}]),
-            r"row 2: has 'tools', which chats with images do not take",
-        ),
-        (chat("nowhere.png"), r"row 2: cannot read .*nowhere\.png: No such file or directory"),
-        (chat("broken.png"), r"row 2: .*broken\.png (does not decode|is no image)"),
-        (
-            chat("red.png", "w1 " * 30),
-            r"row 2: 41 tokens with the images, but training\.seq_len is 20",
-        ),
-        (
-            chat("red.png") | {"messages": chat("red.png")["messages"][:1]},
-            r"row 2: there is no message of the assis",
-        ),
-    ],
-)
-def test_a_bad_row_is_named(processor, tmp_path, bad, message):
-    with pytest.raises(DataError, match=message):
-        ImageDataset(read_image_rows(write(tmp_path, chat("red.png"), bad)), processor, 20)
+@pytest.mark.parametrize("case", read_table("rows")["bad_images"], ids=lambda case: case["says"])
+def test_a_bad_row_is_named(processor, tmp_path, case):
+    path = write(tmp_path, chat("red.png"), case["row"].encode())
+    with pytest.raises(DataError, match=rf"chats\.jsonl, row 2: {case['says']}"):
+        ImageDataset(read_image_rows(path), processor, 20)
 
 
 def test_rows_that_fill_a_batch_keep_their_images_and_no_label(processor, tmp_path):

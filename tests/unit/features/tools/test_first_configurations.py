@@ -124,21 +124,15 @@ def test_it_is_what_was_meant(run, name):
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize(
-    ("kind", "num_rows", "settings", "batch"),
-    [
-        ("chats", 300, ["packing=false", "validation_share=0.5"], 4),
-        ("chats", 1200, ["packing=false"], 16),
-        ("chats", 1200, ["streaming=true"], 4),  # four examples in a sequence
-        ("chats", 60, ["packing=false", "streaming=true"], 16),  # how many there are is not known
-        ("pairs", 1200, [], 3),
-    ],
-)
-def test_the_batch_that_a_run_takes(kind, num_rows, settings, batch, tmp_path):
+@pytest.mark.parametrize("case", TABLE["batches"], ids=str)
+def test_the_batch_that_a_run_takes(case, tmp_path):
+    kind, batch = case["kind"], case["batch"]
     Path("many.jsonl").write_text(
-        "".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(num_rows))
+        "".join(json.dumps(ROWS[kind][0]) + "\n" for _ in range(case["rows"]))
     )
-    overrides = [f"--data.{setting}" for setting in settings] + [f"--data.cache_folder={tmp_path}"]
+    overrides = [f"--data.{setting}" for setting in case["settings"]] + [
+        f"--data.cache_folder={tmp_path}"
+    ]
     if kind == "pairs":
         overrides += ["--training.objective=dpo", "--data.format=preference"]
     Path("mine.toml").write_text(data("many.jsonl"))
