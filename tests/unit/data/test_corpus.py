@@ -2,6 +2,7 @@ import os
 from hashlib import sha256
 
 import pytest
+from files import read_table
 
 from titanlite.base.errors import DataError
 from titanlite.data.corpus import (
@@ -76,22 +77,11 @@ def test_digest_covers_names_and_bytes_and_their_borders(tmp_path):
     assert build_text_corpus(tmp_path, "*/a").digest == build_text_corpus(tmp_path, "*/a").digest
 
 
-@pytest.mark.parametrize(
-    ("names", "split", "chosen"),
-    [
-        (["test.jsonl", "train.jsonl"], "eval", ["test.jsonl"]),
-        (
-            ["train_prefs-0.jsonl", "train_sft-0.jsonl"],
-            "train",
-            ["train_prefs-0.jsonl", "train_sft-0.jsonl"],
-        ),
-        (["eval.jsonl"], "validation", ["eval.jsonl"]),
-    ],
-)
-def test_files_of_a_split(tmp_path, names, split, chosen):
-    assert [
-        file.name for file in choose_split([tmp_path / name for name in names], tmp_path, split)
-    ] == chosen
+@pytest.mark.parametrize("case", read_table("rows")["splits"], ids=str)
+def test_files_of_a_split(tmp_path, case):
+    files = [tmp_path / name for name in case["names"]]
+    found = choose_split(files, tmp_path, case["split"])
+    assert [file.name for file in found] == case["chosen"]
 
 
 @pytest.mark.parametrize(("name", "split"), [("test.jsonl", "train"), ("train.jsonl", "test")])
