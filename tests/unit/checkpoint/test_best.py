@@ -9,7 +9,7 @@ from titanlite.checkpoint.commit import point_best, read_best, remove_old, step_
 
 
 @pytest.fixture
-def run(tmp_path, request):
+def run(tmp_path):
     """A folder with complete checkpoints of steps 1 to 5."""
     for step in range(1, 6):
         folder = step_folder(tmp_path, step)

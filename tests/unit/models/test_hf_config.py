@@ -9,6 +9,7 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
+from tiny_transformers import TEXT_SIZES
 
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
@@ -38,18 +39,7 @@ def test_attributes_that_each_layer_has_for_itself():
     """Gemma 4's layers of full attention have wider heads, and transformers names no width of the
     whole.
     """
-    sizes = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-        "num_key_value_heads": 2,
-    }
-    sizes |= {
-        "num_hidden_layers": 2,
-        "vocab_size": 128,
-        "vocab_size_per_layer_input": 128,
-        "intermediate_size": 64,
-    }
+    sizes = TEXT_SIZES | {"head_dim": 16, "vocab_size_per_layer_input": 128}
     layers = {
         "layer_types": ["sliding_attention", "full_attention"],
         "per_layer_config": {"1": {"head_dim": 32}},
@@ -59,7 +49,7 @@ def test_attributes_that_each_layer_has_for_itself():
     assert config.attention_width == 4 * 32
     assert build_transformers(config).state_shapes["model.layers.1.self_attn.q_proj.weight"] == (
         128,
-        64,
+        32,
     )
 
 
