@@ -129,7 +129,7 @@ def test_forward_and_gradients(sizes, tail, k, n, dtype, k_major, tma):
     check(sizes, tail, k, n, dtype, k_major, tma)
 
 
-@settings(max_examples=10 if kernels.INTERPRETED else 100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6 if kernels.INTERPRETED else 100, suppress_health_check=list(HealthCheck))
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     tail=st.integers(0, 40),
