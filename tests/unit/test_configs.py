@@ -23,10 +23,6 @@ def world_size_of(path):
     return int(stated.group(1)) if stated else 4
 
 
-def test_there_are_configs():
-    assert ROOT / "configs" / "qwen3_moe.toml" in FILES
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_config_passes_preflight(path):
     job = load_config(["--config", str(path)])

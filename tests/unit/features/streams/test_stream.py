@@ -8,7 +8,6 @@ import pytest
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.config.check import check_values
 from titanlite.features.streams.stream import StreamDataset
 
 
@@ -122,5 +121,3 @@ def test_held_out_rows_come_from_their_own_path(make_job, tmp_path):
     held_out = dataset.batch(dataset.get_validation_indices(0, 4))
     assert dataset.tokenizer.decode(held_out.tokens[0, :3]).startswith("90")
     assert max(prompts_in(dataset, 0, 20)) < 900
-    job.data.validation_path, job.validation.enable, job.model.flavor = "", True, "debug"
-    assert "Set data.validation_path" in check_values(job)[0].text
