@@ -40,14 +40,12 @@ def refusal(folder, implementation="auto"):
     return str(error.value)
 
 
-def save_random_model(job, folder):
+def save_random_model(config, folder, dtype=torch.float32, **options):
     """Save a transformers model whose logits are far apart, so that rounding does not change the
-    best one.
+    best one; every tensor is random.
     """
-    config = AutoConfig.for_model(
-        job.model_config.family, **family_of(job.model_config).to_hf(job.model_config)
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -58,7 +56,7 @@ def save_random_model(job, folder):
                 )
             if name.endswith("norm.weight"):
                 tensor.add_(1.0)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **options)
     return model.eval()
 
 

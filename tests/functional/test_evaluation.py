@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from files import read_json, read_lines
+from files import read_json
 
 import titanlite.assemble
 import titanlite.features.generate.evaluate
 import titanlite.rank
-from tests.functional.conftest import weekly
+from tests.functional.conftest import values_of, weekly
 from titanlite.assemble import assemble
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import check_folder, list_steps, read_best
@@ -44,7 +44,6 @@ VALIDATION = ["--validation.enable=true", "--validation.freq=1", "--validation.s
 # but does not count.
 BEFORE = 0.5
 BASE = ["--training.steps=4", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=0"]
-BASE += ["--training.local_batch_size=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +79,6 @@ def train(
     return run
 
 
-def points(folder, key):
-    lines = read_lines(folder / "metrics.jsonl")
-    return {point["step"]: point[key] for point in lines if key in point}
-
-
 # --- evaluation
 
 
@@ -93,13 +87,13 @@ TRANSFORMERS = ["--model.implementation=transformers", "--moe.expert_bias_update
 
 @pytest.mark.parametrize(
     ("mesh", "overrides"),
-    [("TP2xEP2", []), weekly("EP2xFSDP2", TRANSFORMERS)],
+    [("TP2xEP2 only", []), weekly("EP2xFSDP2", TRANSFORMERS)],
 )
 def test_it_takes_place_before_at_intervals_and_at_the_end(train, meshes, mesh, overrides):
     folder = train(meshes[mesh], *EVALUATION, "--training.steps=3", *overrides)
-    assert points(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}
-    assert points(folder, "eval/ended").keys() == {0, 2, 3}
-    examples = points(folder, "eval/examples")[3]
+    assert values_of(folder, "eval/exact_match") == {0: 0.0, 2: 0.0, 3: 0.0}
+    assert values_of(folder, "eval/ended").keys() == {0, 2, 3}
+    examples = values_of(folder, "eval/examples")[3]
     assert [example["reference"] for example in examples] == [" answer 0\n", " answer 1\n"]
     assert examples[0].keys() == {"prompt", "prediction", "reference", "score"}
     card = (folder / "checkpoint/step-3/README.md").read_text()
@@ -135,10 +129,12 @@ def test_scores_are_the_same_on_every_mesh_and_counted_once(
 
 def test_training_is_the_same_with_evaluation(train, tmp_path):
     share = "--data.validation_share=0.2"  # by default, unused held-out rows would be trained
-    with_it = points(
+    with_it = values_of(
         train(Degrees(), share, *EVALUATION, f"--job.dump_folder={tmp_path / 'a'}"), "loss/train"
     )
-    without = points(train(Degrees(), share, f"--job.dump_folder={tmp_path / 'b'}"), "loss/train")
+    without = values_of(
+        train(Degrees(), share, f"--job.dump_folder={tmp_path / 'b'}"), "loss/train"
+    )
     assert with_it == without and len(without) == 4
 
 
@@ -192,15 +188,15 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(train):
         "--validation.early_stopping_patience=3",
     ]
     folder = train(Degrees(), *arguments, losses=losses)
-    assert points(folder, "loss/validation") == dict(enumerate([BEFORE, *losses[:5]]))
+    assert values_of(folder, "loss/validation") == dict(enumerate([BEFORE, *losses[:5]]))
     assert list_steps(folder / "checkpoint") == [5]
-    assert points(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, (
+    assert values_of(folder, "eval/exact_match").keys() == {0, 2, 4, 5}, (
         "and it ends with an evaluation"
     )
     train(Degrees(), *arguments, losses=losses)
-    assert len(points(folder, "loss/train")) == 5, "the patience is used up"
+    assert len(values_of(folder, "loss/train")) == 5, "the patience is used up"
     train(Degrees(), *arguments, "--validation.early_stopping_patience=4", losses=losses)
-    assert points(folder, "loss/train").keys() == set(range(1, 7)), (
+    assert values_of(folder, "loss/train").keys() == set(range(1, 7)), (
         "one more is allowed, and it is no better"
     )
 

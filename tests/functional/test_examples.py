@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from files import read_json, read_lines
+from files import read_json
 from transformers import AutoTokenizer
 
-from tests.functional.conftest import weekly
+from tests.functional.conftest import values_of, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
@@ -50,8 +50,7 @@ def train(run_ranks, checked):
 
 
 def losses(folder, name="loss/train"):
-    points = read_lines(folder / "metrics.jsonl")
-    return [point[name] for point in points if name in point]
+    return list(values_of(folder, name).values())
 
 
 def global_batches(ranks):

@@ -38,15 +38,16 @@ ON_MESH = {
     "FSDP4": {"qwen3_moe", "qwen3", "glm4_moe"},
     "TP2xFSDP2": FAMILIES.keys(),
     "TP2xEP2": {"qwen3_moe", "dots1", "deepseek_v3"},
-    "CP2xTP2": {"qwen3_moe", "yarn", "deepseek_v3", "qwen3_next", "gpt_oss"},
+    "CP2xTP2": {"qwen3_moe", "yarn", "gpt_oss"},
     "PP2xTP2xEP2": {"qwen3_moe", "glm4_moe"},
     "PP2xCP2": {"llama", "dots1", "deepseek_v3", "qwen3_next"},
 }
-NEW = 9
+NEW = 7
 # There are 7 prompts: on 4 data-parallel ranks one rank has only one, and in batches of 1 it joins
 # a forward without prompts.
 _LENGTHS = (3, 9, 1, 14, 6, 2, 5)
 _GENERATOR = torch.Generator().manual_seed(3)
+FEW = 3
 PROMPTS = [torch.randint(310, (n,), generator=_GENERATOR).tolist() for n in _LENGTHS]
 
 
@@ -75,7 +76,7 @@ def references(config_file, tmp_path_factory):
     for family, overrides in FAMILIES.items():
         job = check(load_config(["--config", str(config_file), *overrides]), 1)
         folder = tmp_path_factory.mktemp("hf")
-        model = save_random_model(job, folder)
+        model = save_random_model(job.model_config, folder)
         found[family] = Reference(folder, continue_with_transformers(model, PROMPTS))
     return found
 
@@ -105,7 +106,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     "mesh",
     [
-        "one",
+        "1",
         "CP2xTP2",
         "PP2xCP2",
         *(weekly(mesh) for mesh in ("FSDP4", "TP2xFSDP2", "TP2xEP2", "PP2xTP2xEP2")),
@@ -115,7 +116,7 @@ def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, m
     """All prompts run together. One family also runs them one by one, which works the same way in
     all families.
     """
-    degrees = Degrees() if mesh == "one" else meshes[mesh]
+    degrees = meshes[mesh]
     families = ON_MESH.get(mesh, FAMILIES.keys())
 
     def rank_main():
@@ -124,18 +125,17 @@ def test_tokens_are_those_of_transformers(run_ranks, references, load, meshes, m
             model, dims = load(family, degrees)
             model.train()
             options = {"max_new_tokens": NEW, "device": CPU, "dims": dims}
-            batches = [{}, {"batch_size": 1}] if family == "qwen3_moe" else [{}]
-            found[family] = [
-                tokens_of(generate(model, PROMPTS, **options, **batch)) for batch in batches
-            ]
+            found[family] = tokens_of(generate(model, PROMPTS, **options))
+            if family == "qwen3_moe":
+                few = generate(model, PROMPTS[:FEW], **options, batch_size=1)
+                assert tokens_of(few) == found[family][:FEW], "one by one"
             assert model.training, "generation must leave the model as it was"
         return found
 
     for found in run_ranks(degrees.world_size, rank_main):
         assert found.keys() == families
-        for family, continuations in found.items():
-            for how, tokens in zip(("together", "one by one"), continuations, strict=False):
-                assert tokens == references[family].tokens, f"{mesh} {family}, {how}"
+        for family, tokens in found.items():
+            assert tokens == references[family].tokens, f"{mesh} {family}"
 
 
 def test_the_reference_is_no_constant(references):
@@ -170,7 +170,7 @@ def test_a_text_ends_at_each_of_the_eos_tokens(run_ranks, references, load, mesh
     """
     degrees = meshes["TP2xFSDP2"]
     expected = references["llama"].tokens
-    ends = {expected[0][3], expected[3][7]}
+    ends = {expected[0][3], expected[3][5]}
     cut = [next((i for i, token in enumerate(tokens) if token in ends), NEW) for tokens in expected]
     assert len(set(cut)) > 1 and NEW in cut
 

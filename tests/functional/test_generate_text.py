@@ -4,16 +4,14 @@ otherwise.
 
 import re
 import sys
-from typing import NamedTuple
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from files import write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.loading import save_random_model
-from titanlite import __main__
 from titanlite.assemble import build_data
 from titanlite.config import load_config
 from titanlite.preflight import check
@@ -26,20 +24,9 @@ TEMPLATE = (
 )
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def command(capsys):
-    def run(*argv):
-        capsys.readouterr()
-        code = __main__.main(["generate", *map(str, argv)])
-        return Done(code, *capsys.readouterr())
-
-    return run
+def generate(command):
+    return partial(command, "generate")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +39,7 @@ def folder(config_file, tmp_path_factory):
         1,
     )
     path = tmp_path_factory.mktemp("model")
-    save_random_model(job, path)
+    save_random_model(job.model_config, path)
     tokenizer, _ = build_data(job.job, 0, 1)
     tokenizer.save_pretrained(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -77,27 +64,26 @@ def expect(folder):
     return continue_text
 
 
-def test_one_prompt(command, folder, expect):
-    done = command(folder, "--prompt", "def f", "--max-new-tokens", NEW)
-    assert (done.code, done.out) == (0, "def f" + expect("def f") + "\n")
+def test_one_prompt(generate, folder, expect):
+    done = generate(folder, "--prompt", "def f", "--max-new-tokens", NEW)
+    assert (done.returncode, done.stdout) == (0, "def f" + expect("def f") + "\n")
     assert re.fullmatch(
-        rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.err
+        rf"generate: 1 prompt, {NEW} new tokens in [\d.]+ s, [\d.]+ tokens/s\n", done.stderr
     )
-    assert not dist.is_initialized(), "one process needs no group"
 
 
-def test_prompts_of_a_file(command, folder, expect, tmp_path):
+def test_prompts_of_a_file(generate, folder, expect, tmp_path):
     (tmp_path / "p.txt").write_text("return x\n\nself.\n", encoding="utf-8")
     arguments = ["--prompt", "def", "--prompts-file", tmp_path / "p.txt", "--max-new-tokens", NEW]
-    done = command(folder, *arguments)
+    done = generate(folder, *arguments)
     expected = [
         f"--- {i}: {p}\n{p}{expect(p)}\n"
         for i, p in enumerate(["def", "return x", "self."], start=1)
     ]
-    assert (done.code, done.out) == (0, "".join(expected))
+    assert (done.returncode, done.stdout) == (0, "".join(expected))
 
 
-def test_chat(command, folder, expect, tmp_path):
+def test_chat(generate, folder, expect, tmp_path):
     """A chat is rendered by the template and encoded without a second BOS token; messages and
     single strings work.
     """
@@ -111,19 +97,19 @@ def test_chat(command, folder, expect, tmp_path):
     write_lines(tmp_path / "p.jsonl", rows)
     text = "<|user|>a<|endoftext|><|assistant|>b<|endoftext|><|user|>c<|endoftext|><|assistant|>"
     second = expect(text, add_special_tokens=False)
-    done = command(folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
-    assert (done.code, done.out) == (0, first + "\n")
-    done = command(
+    done = generate(folder, "--chat", "--prompt", "x", "--max-new-tokens", NEW)
+    assert (done.returncode, done.stdout) == (0, first + "\n")
+    done = generate(
         folder, "--chat", "--prompts-file", tmp_path / "p.jsonl", "--max-new-tokens", NEW
     )
-    assert done.code == 0 and done.out.splitlines()[0].startswith("--- 1: [{")
-    assert second in done.out and done.out.endswith(f"--- 2: x\n{first}\n")
+    assert done.returncode == 0 and done.stdout.splitlines()[0].startswith("--- 1: [{")
+    assert second in done.stdout and done.stdout.endswith(f"--- 2: x\n{first}\n")
 
 
 @pytest.mark.slow
-def test_several_ranks_print_once_what_one_prints(command, folder, run_process):
+def test_several_ranks_print_once_what_one_prints(generate, folder, run_process):
     arguments = [str(folder), "--prompt", "def f", "--prompt", "x yy", "--max-new-tokens", str(NEW)]
-    one = command(*arguments)
+    one = generate(*arguments)
     launch = [
         "-m",
         "titanlite.launch",
@@ -136,7 +122,7 @@ def test_several_ranks_print_once_what_one_prints(command, folder, run_process):
     done = run_process(
         [sys.executable, *launch, *arguments, "--tp", "2", "--ep", "2"], timeout_s=240
     )
-    assert (done.returncode, done.stdout) == (0, one.out), done.output
+    assert (done.returncode, done.stdout) == (0, one.stdout), done.output
     assert done.stderr.count("tokens/s") == 1
 
 
@@ -159,8 +145,10 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_bad_arguments(command, folder, case):
+def test_bad_arguments(generate, folder, case):
     arguments, words = BAD_ARGUMENTS[case]
-    done = command(folder, *arguments)
-    assert (done.code, done.out) == (2, "") and done.err.startswith("titanlite: error: ")
-    assert words in done.err and done.err.count("\n") == 1, done.err
+    done = generate(folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(
+        "titanlite: error: "
+    )
+    assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr

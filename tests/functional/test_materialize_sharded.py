@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.functional.conftest import weekly
 from titanlite.base.errors import VerifyError
@@ -21,6 +20,7 @@ from titanlite.materialize import (
     materialize,
     verify,
 )
+from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
 
 SEED = 7
@@ -35,10 +35,6 @@ def build_sharded(checked, prepare=lambda model: None):
     prepare(model)
     parallelize(model, checked.job, dims, "cpu")
     return model
-
-
-def local_of(tensor):
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 # 1027 rows of the vocabulary per tp rank; 66 / 4 is not whole; experts of odd width.

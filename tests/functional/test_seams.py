@@ -3,7 +3,6 @@ after a backward, and weights that change around a forward without a backward.
 """
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import titanlite.train_step
-from tests.functional.conftest import weekly
+from tests.functional.conftest import values_of, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import is_remote, local_of
@@ -51,8 +50,7 @@ def test_a_resumed_run_goes_on_in_the_warm_up_of_the_z_loss(
             folder = f"--job.dump_folder={tmp_path / name}"
             job = checked(Degrees(), *Z_LOSS, *SLOW, folder, f"--training.steps={count}")
             assemble(job).train()
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss/aux"] for line in lines]
+        return list(values_of(tmp_path / name, "loss/aux").values())
 
     (constant,) = run_ranks(1, rank_main, "constant", 1)
     warm_up(monkeypatch)
@@ -121,12 +119,6 @@ def measure(job):
     return result.units.tolist(), result.squares.tolist(), result.grad_norm.item()
 
 
-@pytest.fixture(scope="module")
-def on_one_rank():
-    """The measurement of one rank, made once."""
-    return []
-
-
 @pytest.mark.parametrize(
     ("degrees", "once_per_step"),
     [
@@ -142,7 +134,7 @@ def on_one_rank():
 def test_squares_after_each_backward_are_those_of_one_rank(
     run_warm,
     checked,
-    on_one_rank,
+    once,
     degrees,
     once_per_step,
 ):
@@ -151,15 +143,13 @@ def test_squares_after_each_backward_are_those_of_one_rank(
 
     def run(degrees):
         size = f"--training.local_batch_size={4 // degrees.dp}"
-        once = f"--parallelism.fsdp_once_per_step={once_per_step}"
-        results = run_warm(degrees.world_size, measure, checked(degrees, rows, size, once))
+        fsdp = f"--parallelism.fsdp_once_per_step={once_per_step}"
+        results = run_warm(degrees.world_size, measure, checked(degrees, rows, size, fsdp))
         assert len(set(map(str, results))) == 1
         return results[0]
 
-    if not on_one_rank:
-        on_one_rank.append(run(Degrees()))
+    expected_units, expected, expected_norm = once("one rank", lambda: run(Degrees()))
     units, squares, norm = run(degrees)
-    ((expected_units, expected, expected_norm),) = on_one_rank
     assert units == expected_units and len(units) == 4
     # Ranks add float32 numbers in another order; see test_parity_ladder.py.
     assert squares == pytest.approx(expected, rel=2e-5)

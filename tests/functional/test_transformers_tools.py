@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_transformers import save_tiny
 
 from titanlite.features.generate.generate import generate
-from titanlite.features.tools.export import export_checkpoint
 from titanlite.features.tools.models import load_model
 from titanlite.models.families import any_model_config_from_hf
 
@@ -33,7 +31,7 @@ def greedy(reference):
 
 @pytest.mark.slow
 def test_generates_the_same_when_sharded(run_ranks, tmp_path):
-    """The mesh is FSDP4, with EP2 for models with experts; prompts are divided unevenly, and texts
+    """The mesh is FSDP2, with EP2 for models with experts; prompts are divided unevenly, and texts
     end at different tokens.
     """
     names = ["gemma3_text", "phi", "gpt_oss", "deepseek_v3"]
@@ -60,7 +58,7 @@ def test_generates_the_same_when_sharded(run_ranks, tmp_path):
             seen[name] = (model.can_cache(CPU), [continuation.tokens for continuation in found])
         return seen
 
-    for seen in run_ranks(4, rank_main):
+    for seen in run_ranks(2, rank_main):
         for name, (cached, found) in seen.items():
             cut = [
                 text[: text.index(end)] if end in text else text
@@ -68,30 +66,6 @@ def test_generates_the_same_when_sharded(run_ranks, tmp_path):
                 for end in ends[name]
             ]
             assert (cached, found) == (True, cut), name
-
-
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "gemma3_text"])
-def test_export_keeps_names_layouts_and_values(tmp_path, name):
-    """gpt-oss stores experts transposed, and further models store them one by one; bfloat16 rounds
-    once.
-    """
-    reference = save_tiny(name, tmp_path / "model")
-    export_checkpoint(tmp_path / "model", tmp_path / "out", torch.float32)
-    before, after = (
-        load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out")
-    )
-    assert before.keys() == after.keys()
-    assert [key for key, value in before.items() if not torch.equal(value, after[key])] == []
-    export_checkpoint(tmp_path / "model", tmp_path / "small", torch.bfloat16)
-    small = load_file(tmp_path / "small" / "model.safetensors")
-    rounded = [key for key, value in small.items() if value.dtype == torch.bfloat16]
-    assert [key for key in rounded if not torch.equal(small[key], before[key].bfloat16())] == []
-    assert {key for key in small if key not in rounded} <= {
-        k for k in small if k.endswith("e_score_correction_bias")
-    }
-    loaded, info = type(reference).from_pretrained(tmp_path / "small", output_loading_info=True)
-    assert {key: value for key, value in info.items() if value} == {}
-    assert loaded.dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
