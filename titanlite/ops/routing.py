@@ -184,7 +184,7 @@ class WeighExperts(torch.autograd.Function):
         logits_BSE, valid_BS, weights_Tk, ids_Tk, load_BE = saved
         if takes_kernels(logits_BSE):
             operands = (dweights_Tk.contiguous(), daux, *saved, is_softmax, config.norm_topk_prob)
-            return None, _weigh_experts_backward(*operands), *[None] * 6
+            return None, _weigh_experts_backward(*operands), *[None] * 5
         scores_BSE = _score(logits_BSE, config)
         softmax_backward = torch.ops.aten._softmax_backward_data
         if load_BE is None:
@@ -206,7 +206,7 @@ class WeighExperts(torch.autograd.Function):
                 )
         dlogits_BSE.view(-1, scores_BSE.shape[-1]).scatter_add_(1, ids_Tk, dchosen_Tk)
         dlogits_BSE = dlogits_BSE if is_softmax else dlogits_BSE.mul_(1 - scores_BSE)
-        return None, dlogits_BSE, *[None] * 6
+        return None, dlogits_BSE, *[None] * 5
 
 
 def group_by_expert(
