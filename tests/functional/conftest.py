@@ -26,7 +26,6 @@ from processes import run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
-from traced_layers import Graphs
 
 # Steps and saves import these modules. One import here takes 2 s; otherwise every forked rank would
 # take 2 s.
@@ -85,14 +84,14 @@ NO_PRESET = [
 LONGEST = (
     "parity_ladder",
     "checkpoint_load",
-    "docs_commands",
     "resume",
-    "plan",
+    "many_nodes",
     "training",
-    "lora",
+    "end_to_end",
+    "docs_commands",
     "extending",
     "block_weights",
-    "many_nodes",
+    "plan",
 )
 
 _CONFIG = """
@@ -106,7 +105,7 @@ num_layers = 2
 steps = 5
 seq_len = {seq_len}
 global_batch_size = {global_batch_size}
-local_batch_size = 1
+local_batch_size = 2
 [optimizer]
 lr = 5e-3
 eps = 1e-5
@@ -560,29 +559,6 @@ def train_into(run_warm, checked):
     def train(folder, degrees, *overrides):
         job = checked(degrees, f"--job.dump_folder={folder}", *overrides)
         run_warm(degrees.world_size, train_to_the_end, job)
-
-    return train
-
-
-@pytest.fixture
-def traced_run(
-    run_ranks,
-    checked,
-    monkeypatch,
-):
-    """`train_run` with layers that are traced as torch.compile traces them; it also returns the
-    graphs of the first rank.
-    """
-
-    def train(degrees, *overrides, steps):
-        job, graphs = checked(degrees, *overrides, "--compile.enable=true"), Graphs()
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs.trace))
-
-        def rank_main():
-            return train_steps(assemble(job), steps), graphs
-
-        results = run_ranks(degrees.world_size, rank_main)
-        return [run for run, _ in results], results[0][1]
 
     return train
 

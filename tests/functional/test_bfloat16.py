@@ -70,8 +70,8 @@ DELTA = ["--model.name=qwen3_next", BF16]
     ("mesh", "overrides"),
     [
         weekly("FSDP4", []),
-        ("TP2xFSDP2", ["--training.dtype=bfloat16"]),
-        ("FSDP4", ["--model.overrides.tie_word_embeddings=true"]),
+        ("TP2", ["--training.dtype=bfloat16"]),
+        ("FSDP2", ["--model.overrides.tie_word_embeddings=true"]),
     ],
 )
 def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, overrides):
@@ -91,7 +91,8 @@ def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, override
         return total.item() / degrees.ranks_per_sequence, dtypes
 
     expected, _ = run_ranks(1, lambda: forward(Degrees()))[0]
-    for total, dtypes in run_ranks(4, lambda: forward(meshes[mesh], *overrides)):
+    degrees = meshes[mesh]
+    for total, dtypes in run_ranks(degrees.world_size, lambda: forward(degrees, *overrides)):
         assert dtypes == {(*[torch.bfloat16] * 2, *[torch.float32] * 2)}
         if "tie" not in " ".join(overrides):
             assert total == pytest.approx(expected, rel=2e-3)

@@ -17,12 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # FSDP would import it in every forked rank, which takes 2 s
 import torch.distributed as dist
 from cluster import Forked
 from files import folder_digests, read_json
 from safetensors.torch import load_file
-from transformers import AutoConfig, GenerationConfig
 
 import titanlite.rank
 from tests.functional.conftest import weekly
@@ -42,17 +40,12 @@ SMALL = [
     "--model.overrides.num_layers=1",
     "--training.steps=100000",
     "--training.global_batch_size=12",
+    "--training.local_batch_size=1",
     "--checkpoint.interval=1",
 ]
 HITS = 6  # kills per mode in the middle of a save; KILL_POINTS has each kind of moment
 SECONDS = 20  # limit for an error to be on all ranks; 1 on idle cores
 MODEL, OPTIMIZER = "model.safetensors", "titanlite/optimizer.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _warm():
-    """Import, before the ranks are forked, the modules that every rank would import."""
-    GenerationConfig.from_model_config(AutoConfig.for_model("qwen3_moe"))
 
 
 def build_trainer(job):

@@ -2,18 +2,13 @@
 rank and on several.
 """
 
-import json
 import logging
 import math
-import multiprocessing
-import os
 import re
-import runpy
 import shlex
 import shutil
 import sys
 import threading
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -22,7 +17,7 @@ from files import read_json, read_lines, write_json, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
-from tests.functional.conftest import take_step, weekly
+from tests.functional.conftest import MESHES, run_forked, run_script, take_step, values_of, weekly
 from titanlite.assemble import assemble, build_data
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
@@ -38,13 +33,6 @@ from titanlite.models.families import any_model_config_from_hf
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE.read_text(), flags=re.S))
-MESHES = {
-    "1": Degrees(),
-    "FSDP2": Degrees(dp_shard=2),
-    "TP2xEP2": Degrees(dp_shard=2, tp=2, ep=2),
-    "CP2": Degrees(cp=2),
-    "PP2": Degrees(pp=2),
-}
 FOUR = "--training.local_batch_size=4"  # two micro-batches, or one
 
 
@@ -61,28 +49,17 @@ def modules(tmp_path_factory):
         sys.modules.pop(name, None)
 
 
-@pytest.fixture(scope="module")
-def built_in_runs():
-    return {}
-
-
 @pytest.fixture
-def built_in(warm_run, built_in_runs):
-    """`built_in(mesh)`: 4 steps without custom parts, run only once."""
-
-    def get(mesh):
-        if mesh not in built_in_runs:
-            built_in_runs[mesh] = warm_run(MESHES[mesh], FOUR, steps=4)[0]
-        return built_in_runs[mesh]
-
-    return get
+def built_in(warm_run, once):
+    """`built_in(mesh)`: 4 steps without custom parts."""
+    return lambda mesh: once(mesh, lambda: warm_run(MESHES[mesh], FOUR, steps=4)[0])
 
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
         *(("my_losses:cross_entropy", mesh) for mesh in ("1", "CP2", "PP2")),
-        ("my_losses:likelihood", "TP2xEP2"),
+        ("my_losses:likelihood", "TP2xEP2 only"),
     ],
 )
 def test_a_loss_of_ones_own_is_the_built_in(warm_run, built_in, name, mesh):
@@ -101,7 +78,7 @@ def test_a_whole_objective_has_its_own_unit(warm_run, built_in):
 
 
 def test_an_optimizer_of_ones_own_is_the_built_in(warm_run, built_in):
-    mesh = "TP2xEP2"
+    mesh = "TP2xEP2 only"
     got = warm_run(MESHES[mesh], FOUR, "--optimizer.name=my_optimizers:adamw", steps=4)[0]
     assert got.losses == pytest.approx(built_in(mesh).losses, rel=1e-6)
 
@@ -185,12 +162,11 @@ def train_parts(jobs):
         assemble(job).train()
     if torch.distributed.get_rank() > 0:
         return []
-    lines = (jobs[-1].job.job.dump_folder / Path("metrics.jsonl")).read_text().splitlines()
-    points = {line["step"]: line for line in map(json.loads, lines) if "loss/validation" in line}
-    return [points[step]["loss/validation"] for step in (2, 4)]
+    losses = values_of(Path(jobs[-1].job.job.dump_folder), "loss/validation")
+    return [losses[2], losses[4]]
 
 
-@pytest.mark.parametrize("mesh", [weekly("FSDP2"), "TP2xEP2"])
+@pytest.mark.parametrize("mesh", ["FSDP2", weekly("TP2xEP2")])
 def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh):
     """The average equals the average of one rank's weights, and training continues from the weights
     themselves.
@@ -223,7 +199,7 @@ def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, 
 
 def test_a_metric_of_gradients_is_the_same_on_all_meshes(train_into, tmp_path):
     found = {}
-    for mesh in ("1", "TP2xEP2"):
+    for mesh in ("1", "FSDP2"):
         degrees = MESHES[mesh]
         train_into(
             tmp_path / mesh,
@@ -285,6 +261,7 @@ def test_a_family_of_ones_own_trains_saves_and_loads(tmp_path, run_ranks):
         "model": {"name": "my_models:FAMILY", "flavor": "small"},
         "training": {"steps": 2, "seq_len": 64},
         "data": {"dataset": "text", "path": tmp_path / "poem.txt", "bpe_vocab_size": 300},
+        "metrics": {"enable_tensorboard": False},
         "job": {"dump_folder": tmp_path / "run"},
     }
 
@@ -325,7 +302,6 @@ def test_runs_in_one_process_leave_its_hooks(config_file, tmp_path):
         return [sys.excepthook, threading.excepthook, logging.root.handlers[:], logger.handlers[:]]
 
     def alone():
-        """Run in a process that has no process group, because a run would use an existing one."""
         before = hooks()
         for number in range(2):
             titanlite.train(
@@ -336,10 +312,7 @@ def test_runs_in_one_process_leave_its_hooks(config_file, tmp_path):
             titanlite.train(config_file, training={"step": 1})
         assert hooks() == before
 
-    process = multiprocessing.get_context("fork").Process(target=alone)
-    process.start()
-    process.join(200)
-    assert process.exitcode == 0
+    run_forked(alone)
 
 
 def load_config_of(*overrides):
@@ -401,22 +374,9 @@ def test_what_a_trial_finds_wrong(modules, name, message):
 @pytest.mark.parametrize("ranks", [1, weekly(2)])
 def test_the_script_trains_twice(ranks, tmp_path, run_process, modules):
     (tmp_path / "poem.txt").write_text("To train is to repeat what is not known. " * 300)
-    shutil.copy(modules / "experiment.py", tmp_path)
-
-    def alone():
-        """Run like `python experiment.py`, without a process group; a fork takes less time than the
-        imports of a new process.
-        """
-        os.chdir(tmp_path)
-        with open("printed", "w") as out, redirect_stdout(out):
-            runpy.run_path("experiment.py", run_name="__main__")
-
+    script = shutil.copy(modules / "experiment.py", tmp_path)
     if ranks == 1:
-        process = multiprocessing.get_context("fork").Process(target=alone)
-        process.start()
-        process.join(200)
-        assert process.exitcode == 0
-        said = (tmp_path / "printed").read_text()
+        said = run_script(Path(script))
     else:
         words = shlex.join(
             [sys.executable, "-m", "titanlite.launch", "--nproc-per-node=2", "experiment.py"]

@@ -24,25 +24,18 @@ QUIET = [
     "--lr_scheduler.warmup_steps=2",
     "--checkpoint.keep_latest_k=0",
 ]
-QUIET += ["--training.local_batch_size=2"]  # two micro-batches on 2 data-parallel ranks
 STEPS = "--training.steps=5"
 
 
 @pytest.fixture
 def train(run_ranks, checked, tmp_path):
-    """`train(degrees, folder name, *overrides, before=, after=)`: a whole training; all ranks must
+    """`train(degrees, folder name, *overrides, before=)`: a whole training; all ranks must
     have the same outcome.
 
     `before(trainer)` may inject a fault.
     """
 
-    def run(
-        degrees,
-        folder,
-        *overrides,
-        before=lambda trainer: None,
-        after=lambda trainer: trainer.step,
-    ):
+    def run(degrees, folder, *overrides, before=lambda trainer: None):
         job = checked(degrees, *QUIET, f"--job.dump_folder={tmp_path / folder}", *overrides)
 
         def rank_main():
@@ -51,8 +44,8 @@ def train(run_ranks, checked, tmp_path):
             try:
                 trainer.train()
             except TitanliteError as error:
-                return (type(error).__name__, error.exit_code, str(error)), after(trainer)
-            return None, after(trainer)
+                return (type(error).__name__, error.exit_code, str(error)), trainer.step
+            return None, trainer.step
 
         first, *others = run_ranks(degrees.world_size, rank_main)
         assert others == [first] * len(others), "one outcome on all ranks"

@@ -26,14 +26,14 @@ from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import export_merged
 from titanlite.models.interface import is_adapter
 
-STEPS = 4
+STEPS = 3
 WEIGHT_TOLERANCE = 1.25e-5
-STRONG = "--lora.alpha=32"  # so that four steps learn something
+STRONG = "--lora.alpha=32"  # so that a few steps learn something
 LORA = [
     "--lora.rank=4",
     "--lora.alpha=8",
     "--moe.expert_bias_update_rate=none",
-    "--training.local_batch_size=2",
+    "--training.local_batch_size=4",
 ]
 FAMILIES = {
     "qwen3_moe": [],
@@ -65,26 +65,15 @@ def overrides_of(base_of):
     return get
 
 
-@pytest.fixture(scope="module")
-def reference_runs():
-    return {}
-
-
 @pytest.fixture
-def compare(warm_run, overrides_of, meshes, reference_runs):
-    def run(mesh, family, *overrides):
-        if family not in reference_runs:
-            reference_runs[family] = warm_run(
-                Degrees(), *overrides_of(family, STRONG), steps=STEPS
-            )[0]
-        one = reference_runs[family]
-        degrees = meshes[mesh]
-        local = f"--training.local_batch_size={8 // degrees.dp // 2}"
-        ranks = warm_run(degrees, *overrides_of(family, STRONG, local, *overrides), steps=STEPS)
-        assert_same_run(one, ranks, tolerance_of)
-        return one
+def reference(warm_run, overrides_of, once):
+    """`reference(family)`: the run of one process."""
 
-    return run
+    def get(family):
+        overrides = overrides_of(family, STRONG)
+        return once(family, lambda: warm_run(Degrees(), *overrides, steps=STEPS)[0])
+
+    return get
 
 
 @pytest.mark.parametrize(
@@ -96,13 +85,18 @@ def compare(warm_run, overrides_of, meshes, reference_runs):
         weekly("TP2xFSDP2", "few_experts", []),
         weekly("TP2xFSDP2", "qwen3", [FULL_AC]),
         weekly("TP2xEP2", "dots1", []),
-        ("CP2xTP2", "qwen3_moe", ["--activation_checkpoint.mode=keep_attention"]),
+        ("CP2", "qwen3_moe", ["--activation_checkpoint.mode=keep_attention"]),
         weekly("PP2xTP2xEP2", "qwen3_moe", []),
-        ("PP2xFSDP2", "dots1", [FULL_AC]),
+        ("PP2", "dots1", [FULL_AC]),
     ],
 )
-def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family, overrides):
-    one = compare(mesh, family, *overrides)
+def test_mesh_trains_the_adapters_of_one_process(
+    reference, warm_run, overrides_of, base_of, meshes, mesh, family, overrides
+):
+    one, degrees = reference(family), meshes[mesh]
+    local = f"--training.local_batch_size={8 // degrees.dp // 2}"
+    ranks = warm_run(degrees, *overrides_of(family, STRONG, local, *overrides), steps=STEPS)
+    assert_same_run(one, ranks, tolerance_of)
     stored = load_file(base_of(family) / "model.safetensors")
     moved = [
         name
@@ -117,17 +111,15 @@ def test_mesh_trains_the_adapters_of_one_process(compare, base_of, mesh, family,
 
 @pytest.mark.parametrize(
     ("mesh", "family"),
-    [("EP2xFSDP2", "qwen3_moe"), weekly("FSDP4", "qwen3")],
+    [("EP2", "qwen3_moe"), weekly("FSDP4", "qwen3")],
 )
 def test_transformers_own_class_trains_the_same_adapters(
-    warm_run, overrides_of, meshes, reference_runs, mesh, family
+    warm_run, overrides_of, meshes, reference, mesh, family
 ):
     """Another implementation of the model trains the adapters that the native decoder trains in one
     process.
     """
-    if family not in reference_runs:
-        reference_runs[family] = warm_run(Degrees(), *overrides_of(family, STRONG), steps=STEPS)[0]
-    one, degrees = reference_runs[family], meshes[mesh]
+    one, degrees = reference(family), meshes[mesh]
     local = f"--training.local_batch_size={8 // degrees.dp // 2}"
     overrides = overrides_of(family, STRONG, local, "--model.implementation=transformers")
     many = warm_run(degrees, *overrides, steps=STEPS)[0]
@@ -143,14 +135,16 @@ def test_transformers_own_class_trains_the_same_adapters(
 
 
 def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
-    run_ranks, checked, overrides_of, meshes
+    run_ranks, checked, overrides_of
 ):
     """Both dtypes may be in one FSDP unit, and the optimizer has memory for adapters alone."""
-    job = checked(meshes["TP2xEP2"], *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16"))
+    job = checked(
+        Degrees(dp_shard=2, ep=2), *overrides_of("qwen3_moe", "--lora.base_dtype=bfloat16")
+    )
 
     def rank_main():
         trainer = assemble(job)
-        losses = [take_step(trainer, 0).loss.item() for _ in range(4)]
+        losses = [take_step(trainer, 0).loss.item() for _ in range(3)]
         assert losses[-1] < losses[0]
         for name, param in trainer.model.named_parameters():
             assert param.requires_grad == is_adapter(name), name
@@ -161,25 +155,24 @@ def test_base_is_frozen_in_two_bytes_and_adapters_are_trained_in_four(
         elements = sum(state["exp_avg"].to_local().numel() for state in states.values())
         assert elements == sum(p.to_local().numel() for p in adapters.values())
 
-    run_ranks(4, rank_main)
+    run_ranks(2, rank_main)
 
 
 def test_dropout_is_the_same_when_layers_are_recomputed(warm_run, overrides_of):
     overrides = overrides_of("qwen3_moe", "--lora.dropout=0.3")
-    plain = warm_run(Degrees(), *overrides, steps=3)[0]
+    plain = warm_run(Degrees(), *overrides, steps=2)[0]
     for mode in ("full", "selective"):
         recomputed = warm_run(
-            Degrees(), *overrides, f"--activation_checkpoint.mode={mode}", steps=3
+            Degrees(), *overrides, f"--activation_checkpoint.mode={mode}", steps=2
         )[0]
         assert recomputed.losses == plain.losses and recomputed.grad_norms == plain.grad_norms, mode
-    without = warm_run(Degrees(), *overrides_of("qwen3_moe"), steps=3)[0]
+    without = warm_run(Degrees(), *overrides_of("qwen3_moe"), steps=2)[0]
     assert without.losses[1:] != plain.losses[1:], "nothing was dropped"
 
 
-def test_resume(train_into, overrides_of, meshes, tmp_path):
-    """A checkpoint holds only the adapters. A resume is exact on the same mesh, and exact to
-    rounding on another mesh.
-    """
+def test_resume(train_into, overrides_of, tmp_path):
+    """A checkpoint holds only the adapters, and a resume is exact."""
+    degrees = Degrees(tp=2, ep=2)
     overrides = overrides_of(
         "qwen3_moe",
         "--training.steps=2",
@@ -188,7 +181,7 @@ def test_resume(train_into, overrides_of, meshes, tmp_path):
         "--lora.targets=o_proj, experts",
     )
     whole = tmp_path / "whole"
-    train_into(whole, meshes["TP2xEP2"], *overrides)
+    train_into(whole, degrees, *overrides)
     step = whole / "checkpoint/step-2"
     assert {path.name for path in step.iterdir() if path.suffix == ".safetensors"} == {
         "adapter_model.safetensors"
@@ -198,15 +191,11 @@ def test_resume(train_into, overrides_of, meshes, tmp_path):
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert Path(config["base_model_name_or_path"]).joinpath("model.safetensors").exists()
 
-    def resumed(mesh):
-        folder = tmp_path / mesh
-        shutil.copytree(whole / "checkpoint/step-1", folder / "checkpoint/step-1")
-        train_into(folder, meshes[mesh], *overrides)
-        return folder
-
-    same = resumed("TP2xEP2")
+    same = tmp_path / "resumed/checkpoint/step-2"
+    shutil.copytree(whole / "checkpoint/step-1", same.with_name("step-1"))
+    train_into(tmp_path / "resumed", degrees, *overrides)
     for name in ("adapter_model.safetensors", "titanlite/optimizer.safetensors"):
-        assert file_digest(step / name) == file_digest(same / "checkpoint/step-2" / name), name
+        assert file_digest(step / name) == file_digest(same / name), name
     adapters = "adapter_model.safetensors"
     assert file_digest(step / adapters) != file_digest(whole / "checkpoint/step-1" / adapters)
 
@@ -238,6 +227,7 @@ def test_adapters_over_mxfp4_are_merged(train_into, overrides_of, base_of, meshe
     expected = write_mxfp4(base, (119, 123))
     kept = ["--lora.base_dtype=mxfp4", f"--checkpoint.initial_load_path={base}"]
     steps = ["--training.steps=2", "--checkpoint.interval=2", "--lora.targets=experts"]
+    steps.append("--training.local_batch_size=2")
     train_into(tmp_path / "run", meshes["EP2xFSDP2"], *overrides_of("gpt_oss", *kept, *steps))
     step = tmp_path / "run/checkpoint/step-2"
     adapters = load_file(step / ADAPTER_FILE)

@@ -11,7 +11,6 @@ measured differences were up to 3e-7 in loss and gradient norm, and up to 2e-6 i
 """
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -53,7 +52,12 @@ FAMILIES = {
         "--model.overrides.rope_scaling.factor=4",
         "--model.overrides.rope_scaling.original_max_position_embeddings=64",
     ],
-    "flat": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=1"],
+    # small, for kernels that are interpreted
+    "flat": [
+        "--model.overrides.num_layers=1",
+        "--model.overrides.num_experts=4",
+        "--training.seq_len=16",
+    ],
     "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
     "no_balance": ["--moe.expert_bias_update_rate=none", "--moe.aux_loss_coeff=0"],
     # a balance loss, from random weights
@@ -104,22 +108,15 @@ def batch_sizes(degrees, micro_batches):
     return f"--training.local_batch_size={max(1, 8 // degrees.dp // micro_batches)}"
 
 
-@pytest.fixture(scope="module")
-def reference_runs():
-    return {}
-
-
 @pytest.fixture
-def reference(warm_run, reference_runs):
-    """`reference(family, steps)`: the run of one process, without checkpointing and accumulation;
-    made only once.
+def reference(warm_run, once):
+    """`reference(family, steps)`: the run of one process, without checkpointing and
+    accumulation.
     """
 
     def get(family, steps=FEW):
-        if (family, steps) not in reference_runs:
-            overrides = [*FAMILIES[family], batch_sizes(Degrees(), 1)]
-            reference_runs[family, steps] = warm_run(Degrees(), *overrides, steps=steps)[0]
-        return reference_runs[family, steps]
+        overrides = [*FAMILIES[family], batch_sizes(Degrees(), 1)]
+        return once((family, steps), lambda: warm_run(Degrees(), *overrides, steps=steps)[0])
 
     return get
 
@@ -282,7 +279,7 @@ def test_trains_like_one_process(compare, mesh, family, micro_batches, overrides
 def test_the_default_balance_loss_trains_like_one_process(compare, reference, checked):
     one, without = reference("default_balance"), checked(Degrees(), *FAMILIES["default_balance"])
     assert without.job.moe.aux_loss_coeff is None, "it is completed when the run is assembled"
-    compare("TP2xEP2", "default_balance")
+    compare("TP2xEP2 only", "default_balance")
     assert one.grad_norms != pytest.approx(
         reference("no_balance").grad_norms, rel=RELATIVE_TOLERANCE
     )
@@ -291,7 +288,7 @@ def test_the_default_balance_loss_trains_like_one_process(compare, reference, ch
 def test_muon_takes_a_few_matrices_at_a_time(compare, train_run, monkeypatch):
     # before the ranks are forked
     monkeypatch.setattr(titanlite.features.muon, "_ELEMENTS_AT_ONCE", 1000)
-    compare("TP2xEP2", "muon_qwen3_moe", micro_batches=2, train_run=train_run)
+    compare("FSDP2", "muon_qwen3_moe", train_run=train_run)
 
 
 def test_families_have_what_they_are_in_the_table_for(reference):
@@ -327,7 +324,7 @@ def test_families_have_what_they_are_in_the_table_for(reference):
         )
 
 
-def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes):
+def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_warm, meshes):
     """`pad_token_id` is a frequent token, in the second half of the rows: its embedding starts and
     stays at 0.
     """
@@ -339,10 +336,8 @@ def test_the_row_of_the_padding_is_trained_on_no_mesh(checked, run_ranks, meshes
         tokens = torch.cat([batch.tokens.flatten() for batch in loader.micro_batches(0)])
         padding = int(tokens[tokens >= job.model_config.vocab_size // 2].mode().values)
         config = replace(job.model_config, pad_token_id=padding)
-        weight = run_ranks(
-            degrees.world_size,
-            partial(embedding_after_two_steps, replace(job, model_config=config)),
-        )[0]
+        job = replace(job, model_config=config)
+        weight = run_warm(degrees.world_size, embedding_after_two_steps, job)[0]
         assert not weight[padding].any() and weight[padding - 1].any()
 
 
@@ -377,4 +372,4 @@ def test_fused_kernels_train_like_one_process(compare):
     """Machines that lack a GPU run the kernels in Triton's interpreter, which takes seconds per
     layer.
     """
-    compare("TP2xEP2", "flat", "--moe.grouped_gemm=triton", steps=1)
+    compare("TP2xEP2 only", "flat", "--moe.grouped_gemm=triton", steps=1)

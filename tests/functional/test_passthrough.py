@@ -108,7 +108,6 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
         *GLM,
         weights,
         "--training.steps=6",
-        "--training.local_batch_size=2",
     )
     again, before = stored(last), again
     assert last.name == "step-6" and is_same(again, layer) and follows(again, before)

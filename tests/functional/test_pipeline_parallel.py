@@ -21,7 +21,6 @@ from titanlite.materialize.layout import get_sharing_group, local_of
 from titanlite.models.decoder import build_decoder
 
 FIVE = "--model.overrides.num_layers=5"
-ONE = "--training.local_batch_size=1"
 
 
 def build(job):
@@ -30,11 +29,11 @@ def build(job):
     return model, materialize(model, "cpu", seed=3)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(pp=2, tp=2, ep=2)], ids=str)
-def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees):
+def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked):
     """Every rank plans the whole model; each tensor has memory in one stage, and is on meta in all
     other stages.
     """
+    degrees = Degrees(pp=2, tp=2, ep=2)
     job = checked(degrees, FIVE)
 
     def rank_main():
@@ -43,22 +42,13 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
         assert all(entry.tensor.is_meta == entry.is_remote for entry in plan.entries)
         assert all(local_of(entry.tensor).numel() == entry.region.numel for entry in plan.entries)
         assert "remote" in str(plan) and get_sharing_group(model) is plan.group
-        nbytes = sum(
-            local_of(entry.tensor).nbytes
-            for entry in plan.entries
-            if entry.info.kind == "parameter"
-        )
-        return (
-            here,
-            nbytes,
-            sum(param.numel() for param in model.parameters()),
-            plan.entries[0].info.fqn,
-        )
+        numel = sum(param.numel() for param in model.parameters())
+        return here, numel, plan.entries[0].info.fqn
 
     ranks = run_ranks(4, rank_main)
     whole = build_decoder(job.model_config)
     names = [name for name, _ in [*whole.named_parameters(), *whole.named_buffers()]]
-    for rank, (here, _, numel, first) in enumerate(ranks):
+    for rank, (here, numel, first) in enumerate(ranks):
         assert list(here) == names and first == "model.embed_tokens.weight"
         assert numel == sum(param.numel() for param in whole.parameters())
         stage = degrees.stage_of(rank)
@@ -69,9 +59,6 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked, degrees
         assert here["model.embed_tokens.weight"] == (stage == 0)
         assert here["lm_head.weight"] == here["model.norm.weight"] == (stage == degrees.pp - 1)
         assert here["model.rotary_emb.inv_freq"], "every stage has positions"
-    if degrees.tp == 1:  # else norms are on both
-        held = sum(nbytes for _, nbytes, _, _ in ranks)
-        assert held == 4 * sum(param.numel() for param in whole.parameters())
 
 
 @pytest.fixture
@@ -111,7 +98,7 @@ def test_nan_is_named_in_the_stage_that_it_came_from(train):
 
         layer.mlp.forward = spoiled
 
-    overrides = [ONE, "--training.steps=3", "--checkpoint.enable=false"]
+    overrides = ["--training.steps=3", "--checkpoint.enable=false"]
     first, *others = train(Degrees(pp=4), *overrides, before=put_in)
     assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
     assert "of step 2 is not finite. " in first[1]
@@ -151,7 +138,7 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
     ]
     found = []
     for mesh in (Degrees(), degrees):
-        job = checked(mesh, FIVE, ONE, *options, "--checkpoint.enable=false")
+        job = checked(mesh, FIVE, *options, "--checkpoint.enable=false")
 
         def rank_main(job=job):
             trainer = assemble(job)
@@ -185,9 +172,7 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
         "--parallelism.pipeline_parallel_layers=2,3",
     ]
     rate = "--moe.expert_bias_update_rate=1e-3"
-    assert (
-        train(Degrees(pp=2, dp_shard=2), *overrides, ONE, rate, "--training.steps=3") == [None] * 4
-    )
+    assert train(Degrees(pp=2, dp_shard=2), *overrides, rate, "--training.steps=3") == [None] * 4
     points = read_lines(tmp_path / "run/metrics.jsonl")
     for point in (point for point in points if "moe/load_entropy" in point):
         assert len(point["moe/load_entropy"]) == len(point["moe/expert_bias_max"]) == 3
@@ -199,7 +184,7 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
 
 
 def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train, tmp_path):
-    frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", ONE, "--checkpoint.interval=2"]
+    frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", "--checkpoint.interval=2"]
     assert train(Degrees(pp=2), *frozen, "--training.steps=2") == [None] * 2
     assert train(Degrees(pp=2, dp_shard=2), *frozen, "--training.steps=4") == [None] * 4
     points = read_lines(tmp_path / "run/metrics.jsonl")

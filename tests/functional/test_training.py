@@ -2,14 +2,14 @@
 
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from traced_layers import TORCH_COMPILE_WARNINGS
+from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 
 import titanlite.train_step
-from tests.functional.conftest import take_step, weekly
+from tests.functional.conftest import take_step, train_steps, weekly
 from titanlite import assemble as build_order
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
@@ -17,15 +17,12 @@ from titanlite.data.dataset import Batch
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
 from titanlite.materialize import materialize
+from titanlite.materialize.layout import local_of
 from titanlite.models.decoder import build_decoder
 from titanlite.optim.schedule import Schedule
 
 FULL_AC = "--activation_checkpoint.mode=full"
 TOKENS = torch.arange(4 * 32).view(4, 32) * 7 % 310
-
-
-def local_of(tensor):
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def snapshot(trainer):
@@ -54,7 +51,7 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
 ):
     degrees, real = meshes[mesh], torch.distributed.all_reduce
 
-    def rank_main(local_batch_size):
+    def count(local_batch_size):
         elements = []
         overrides = [
             f"--training.local_batch_size={local_batch_size}",
@@ -73,10 +70,10 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
             elements.clear()
             trainer.parts.stepper.train_step(micro_batches)
         left = [name for name, param in trainer.model.named_parameters() if param.grad is not None]
+        trainer.metrics.close()
         return len(micro_batches), sum(elements), left
 
-    (few, once, _), *_ = run_ranks(4, rank_main, 4)
-    for many, in_all, left in run_ranks(4, rank_main, 1):
+    for (few, once, _), (many, in_all, left) in run_ranks(4, lambda: (count(4), count(1))):
         assert (few, many, left) == (16 // degrees.dp // 4, 16 // degrees.dp, [])
         assert in_all == once > 0
 
@@ -197,7 +194,7 @@ def poison_step(monkeypatch, step, value):
         ("TP2xEP2", "fused", math.nan, "AdamW"),
         weekly("HSDP2x2", "for-loop", -math.inf, "AdamW"),
         weekly("HSDP2xTP2xEP2", "fused", math.nan, "Muon"),
-        ("FSDP4", "foreach", math.inf, "Muon"),
+        ("FSDP2", "foreach", math.inf, "Muon"),
     ],
 )
 def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
@@ -231,7 +228,8 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
             (found.first_new, found.total),
         )
 
-    for finite, changed, num_moved, num_tensors, found in run_ranks(4, rank_main):
+    ranks = run_ranks(meshes[mesh].world_size, rank_main)
+    for finite, changed, num_moved, num_tensors, found in ranks:
         assert not finite
         assert changed == [], (
             "weights, biases and optimizer states must stay as they are, bit for bit"
@@ -244,7 +242,7 @@ def test_step_with_a_non_finite_gradient_changes_nothing_on_any_rank(
 
 
 def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshes):
-    job = checked(meshes["TP2xEP2"], "--validation.enable=true", "--validation.steps=2")
+    job = checked(meshes["TP2xEP2 only"], "--validation.enable=true", "--validation.steps=2")
 
     def rank_main():
         trainer = assemble(job)
@@ -271,7 +269,7 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
             trainer.model.training,
         )
 
-    results = run_ranks(4, rank_main)
+    results = run_ranks(2, rank_main)
     assert len({result[0][0] for result in results}) == 1, "all ranks report one loss"
     for losses, counted, same, changed, training in results:
         assert losses[0] == losses[1] == pytest.approx(math.log(310), rel=0.02)
@@ -280,7 +278,7 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
 
 def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes):
     """The token ids under padding do not change the loss, the gradient norm or a count."""
-    degrees = meshes["TP2xEP2"]
+    degrees = meshes["TP2xEP2 only"]
     job = checked(degrees, FULL_AC, "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001")
 
     def padded(filler):
@@ -290,15 +288,14 @@ def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes):
             tokens[row, length:], labels[row, length:], documents[row, length:] = filler, -100, -1
         return [Batch(tokens, labels, positions, documents)]
 
-    def rank_main(filler):
+    def step(filler):
         trainer = assemble(job)
         result = trainer.parts.stepper.train_step(padded(filler))
+        trainer.metrics.close()
         return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
 
-    first, second = (run_ranks(degrees.world_size, rank_main, filler) for filler in (0, 200))
-    for (loss, norm, counts), (other_loss, other_norm, other_counts) in zip(
-        first, second, strict=True
-    ):
+    results = run_ranks(degrees.world_size, lambda: (step(0), step(200)))
+    for (loss, norm, counts), (other_loss, other_norm, other_counts) in results:
         # Rows are grouped by expert together with the padding, so float32 sums may be blocked
         # differently.
         assert loss == pytest.approx(other_loss, rel=1e-6)
@@ -336,7 +333,7 @@ class TestCompile:
         ids=str,
     )
     def test_traced_moe_layers_give_the_same_loss(
-        self, checked, train_run, traced_run, monkeypatch, degrees, checkpointing
+        self, checked, run_ranks, monkeypatch, degrees, checkpointing
     ):
         """Tracing alone, without code generation, runs the same operations, except for their order.
         A value that changes in every step takes one more graph.
@@ -346,21 +343,29 @@ class TestCompile:
         tokens of other ranks.
         """
         settings = [
-            "--training.local_batch_size=2",
+            "--training.local_batch_size=4",
             f"--activation_checkpoint.mode={checkpointing}",
             "--moe.aux_loss_coeff=0.01",
             "--moe.z_loss_coeff=0.001",
         ]
         monkeypatch.setattr(Schedule, "z_loss_coeff", lambda schedule, step: 0.001 * (step + 1))
         steps = 3 if degrees == Degrees() else 1
-        plain = train_run(degrees, *settings, steps=steps)
-        traced, graphs = traced_run(degrees, *settings, steps=steps)
-        for a, b in zip(plain, traced, strict=True):
-            assert b.losses == pytest.approx(a.losses, rel=1e-5)
-            assert b.grad_norms == pytest.approx(a.grad_norms, rel=1e-5)
-            assert b.tokens_per_expert == a.tokens_per_expert
+        plain = checked(degrees, *settings)
+        compiled = checked(degrees, *settings, "--compile.enable=true")
+        graphs = Graphs()
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs.trace))
+
+        def rank_main():
+            return [train_steps(assemble(job), steps) for job in (plain, compiled)], graphs
+
+        ranks = run_ranks(degrees.world_size, rank_main)
+        for (one, traced), _ in ranks:
+            assert traced.losses == pytest.approx(one.losses, rel=1e-5)
+            assert traced.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+            assert traced.tokens_per_expert == one.tokens_per_expert
+        graphs = ranks[0][1]
         layers = 2 // degrees.pp
-        micro_batches = checked(degrees).job.training.global_batch_size // (2 * degrees.dp)
+        micro_batches = plain.job.training.global_batch_size // (4 * degrees.dp)
         forwards = layers * micro_batches
         if degrees.experts_on_own_mesh:
             assert graphs.made >= 2 and graphs.called >= graphs.made * forwards

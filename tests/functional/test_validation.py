@@ -78,11 +78,11 @@ def one_by_one(run_ranks, checked):
 
 
 MESHES = [
-    (Degrees(), ["--training.local_batch_size=3"]),
+    ("1", ["--training.local_batch_size=3"]),
     # The held-out rows do not fill all ranks' batches in the last round.
     ("FSDP4", ["--training.local_batch_size=5"]),
-    ("CP2xTP2", ["--training.local_batch_size=4"]),
-    ("PP2xFSDP2", ["--training.local_batch_size=2"]),
+    ("CP2", ["--training.local_batch_size=4"]),
+    ("PP2", ["--training.local_batch_size=2"]),
 ]
 ANY_BATCH = "--training.global_batch_size=-1"
 
@@ -92,15 +92,14 @@ def test_text(validate, one_by_one, meshes, kind):
     model = [] if kind == "decoder" else TRANSFORMERS
     expected = one_by_one(*model)
     for mesh, overrides in MESHES if kind == "decoder" else MESHES[1:2]:
-        degrees = meshes[mesh] if isinstance(mesh, str) else mesh
-        found = validate(degrees, *model, ANY_BATCH, *overrides)
+        found = validate(meshes[mesh], *model, ANY_BATCH, *overrides)
         assert found == pytest.approx(expected, rel=BOUND), mesh
 
 
 @pytest.mark.parametrize("packing", ["true", weekly("false")])
 def test_chats(validate, one_by_one, meshes, examples, packing):
     expected = one_by_one(*examples, "--data.packing=false")
-    for mesh, size in (("FSDP4", 1), ("CP2xFSDP2", 5)):
+    for mesh, size in (("FSDP2", 1), ("CP2", 5)):
         found = validate(
             meshes[mesh],
             *examples,
@@ -126,7 +125,7 @@ def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
     ]
     data += ["--dpo.label_smoothing=0.1", "--data.validation_share=0.17"]
     expected = one_by_one(*data)
-    found = validate(meshes["PP2xFSDP2"], *data, ANY_BATCH, "--training.local_batch_size=2")
+    found = validate(meshes["PP2"], *data, ANY_BATCH, "--training.local_batch_size=2")
     assert found == pytest.approx(expected, rel=BOUND)
 
 
