@@ -159,7 +159,9 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
         found.append(run_ranks(mesh.world_size, rank_main)[0])
     one, many = found
     assert [math.isnan(norm) for norm in one] == [False, True, False, False]
-    assert many == pytest.approx(one, rel=2e-3, nan_ok=True)
+    # Some CPUs round the sums of bfloat16 differently: 0.4 % was seen. A gradient that stayed would
+    # add a whole one.
+    assert many == pytest.approx(one, rel=1e-2, nan_ok=True)
 
 
 def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
