@@ -60,7 +60,8 @@ def make_config(config: Config, overrides: Sequence[str] = (), **sections: Any) 
     """Make a configuration from a file, a dictionary of sections, or a configuration; `sections`
     override it, and the arguments `overrides` override both.
     """
-    reader, path = Reader(), None
+    reader = Reader()
+    path = None
     if isinstance(config, JobConfig):
         for setting, value in get_values(config):
             if value is not None and not is_derived(config, setting.key):
@@ -95,7 +96,9 @@ def _alone() -> Iterator[None]:
     After an error, a process group of several ranks is not destroyed: that would wait for ranks
     that are still in collectives.
     """
-    had_group, handlers, failed = dist.is_initialized(), logger.handlers[:], True
+    had_group = dist.is_initialized()
+    handlers = logger.handlers[:]
+    failed = True
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     # each process group of torch wraps the previous hook, to print `[rank0]:` before its output
     excepthook = sys.excepthook

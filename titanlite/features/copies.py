@@ -33,7 +33,8 @@ _FILES = (
     "chat_template*",
 )
 # windows that are compared in the data of safetensors: at the start, each quarter, and the end
-_WINDOW_BYTES, _NUM_WINDOWS = 4096, 5
+_WINDOW_BYTES = 4096
+_NUM_WINDOWS = 5
 _COMMIT = "the commit"
 _MOST_NAMES = 4
 

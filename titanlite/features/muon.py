@@ -112,10 +112,12 @@ class MatrixRedistribution:
         """Assign each matrix of a bucket to one of the ranks that hold a piece of it, in turn,
         beginning with the costliest matrix.
         """
-        me, found = dist.get_rank(), []
+        me = dist.get_rank()
+        found = []
         known: dict[int, dict[tuple[int, ...], Holders]] = {}
         for number in bucket:
-            param, layout = self._params[number], id(holders[number])
+            param = self._params[number]
+            layout = id(holders[number])
             if layout not in known:
                 known[layout] = _group_by_outer(holders[number], me)
             rows, columns = param.shape[-2:]
@@ -196,7 +198,8 @@ class MatrixRedistribution:
             [sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places)
         )
         flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
-        out, packed = like.new_empty(sum(received)), torch.cat([like.new_empty(0), *flat])
+        out = like.new_empty(sum(received))
+        packed = torch.cat([like.new_empty(0), *flat])
         dist.all_to_all_single(out, packed, received, sent, group=self._group)
         targets = [place for of_rank in places for place in of_rank]
         for place, values in zip(
@@ -227,9 +230,12 @@ def _get_holders(param: torch.Tensor) -> Holders:
     """
     if not isinstance(param, DTensor):
         return [(dist.get_rank() if dist.is_initialized() else 0, region_of(param))]
-    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+    mesh = param.device_mesh
+    coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None  # every rank trains
-    me, choices, ranks_of = dist.get_rank(), [], []
+    me = dist.get_rank()
+    choices = []
+    ranks_of = []
     for axis, (placement, place) in enumerate(zip(param.placements, coordinate, strict=True)):
         # `mesh.mesh` is not used: it is a tensor, whose values cannot be read while a run is
         # planned without data.
@@ -263,7 +269,9 @@ MOMENTUM = "momentum_buffer"
 # Iterations of an odd polynomial a x + b x^3 + c x^5 that drive every singular value to about 1
 # (0.7 to 1.2).
 _STEPS = 5
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 # An orthogonal matrix of R x C has entries of 1 / sqrt(max(R, C)) in the quadratic mean; AdamW's
 # steps have about 0.2, so that learning rate and weight decay are those of AdamW
 # (arXiv:2502.16982, eq. 4).
@@ -425,7 +433,8 @@ class Muon(torch.optim.Optimizer):
         param, group = self._params[number]
         if not self._is_stepped(param):
             return
-        local, lr = local_of(param), group["lr"]
+        local = local_of(param)
+        lr = group["lr"]
         moved = torch.add(local * (1 - lr * group["weight_decay"]), step, alpha=-lr)
         local.copy_(moved if keep is None else torch.where(keep, local, moved))
 

@@ -154,7 +154,8 @@ class CarriedTensors:
                 return {}
             # The class computes the text part of a larger model, whose other parts pass through.
             larger = build_config({key: value for key, value in hf.items() if key != "auto_map"})
-            larger.architectures, larger.dtype = hf.get("architectures"), self._dtype
+            larger.architectures = hf.get("architectures")
+            larger.dtype = self._dtype
             return render(
                 "the description of the model", lambda folder: save_config(larger, folder)
             )
@@ -223,7 +224,9 @@ class CarriedTensors:
         `saved` tensor.
         """
         rank, world_size = get_rank_and_size()
-        loads, originals, items = [0] * world_size, self.originals(saved), list[Item]()
+        loads = [0] * world_size
+        originals = self.originals(saved)
+        items = list[Item]()
         stored = Stored(self._stored, self._file_bytes)
         reader = SafetensorsReader.of_keys(self._name, stored, self._stored, threads=1)
         for key, tensor in self._stored.items():

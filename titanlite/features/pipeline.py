@@ -51,7 +51,8 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
     micro-batches on all stages.
     """
     backbone, stage = model.model, dims.stage
-    layers, link = backbone.layers, StageLink(dims, model.config.hidden_size, dtype)
+    layers = backbone.layers
+    link = StageLink(dims, model.config.hidden_size, dtype)
     receive, send = partial(_receive, link=link), partial(_send, link=link)
     for number in set(range(len(layers))) - set(dims.degrees.stage_layers(len(layers), stage)):
         layers[number] = RemoteModule(layers[number], _skip)
@@ -107,9 +108,11 @@ class StageLink:
     def __init__(self, dims: ParallelDims, width: int, dtype: torch.dtype) -> None:
         # There are two groups, because NCCL processes a group in order: a hidden state that waits
         # for its receiver would delay a gradient.
-        forward, backward = dims.pp_mesh.get_group(), dims.pp_backward_group
+        forward = dims.pp_mesh.get_group()
+        backward = dims.pp_backward_group
         assert backward is not None
-        previous, following = dims.stage - 1, dims.stage + 1
+        previous = dims.stage - 1
+        following = dims.stage + 1
         self.hidden_in = _Channel(forward, previous, dtype)
         self.gradient_out = _Channel(backward, previous, dtype)
         self.hidden_out = _Channel(forward, following, dtype)
@@ -234,7 +237,9 @@ class _Send(torch.autograd.Function):
         link: StageLink,
         shape: tuple[int, ...],
     ) -> torch.Tensor:
-        ctx.link, ctx.shape, ctx.device = link, tuple(hidden.shape), hidden.device
+        ctx.link = link
+        ctx.shape = tuple(hidden.shape)
+        ctx.device = hidden.device
         link.hidden_out.send(hidden)
         return hidden.new_zeros(shape, dtype=torch.float32)
 
@@ -256,7 +261,8 @@ def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees
     if degrees.pp == 1:
         return
     sizes = degrees.stage_sizes(model_config.num_layers)
-    count, size = loader.num_micro_batches, loader.global_batch_size
+    count = loader.num_micro_batches
+    size = loader.global_batch_size
     waiting = degrees.waiting(count)
     logger.info(
         "pipeline: %d stages of %s layers; micro-batches a step: %d, so that a rank waits for "

@@ -42,7 +42,8 @@ def bytes_in(values: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def digest(memory: torch.Tensor, first: int = 0) -> int:
     """Return the summand, below 2**64, of a tensor's bytes (N,), uint8, from index `first` on."""
-    before, after = first % 8, -(first + len(memory)) % 8
+    before = first % 8
+    after = -(first + len(memory)) % 8
     if before or after or memory.storage_offset() % 8:
         memory = F.pad(memory, (before, after))
     words: Any = memory.view(torch.int64)

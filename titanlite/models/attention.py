@@ -98,8 +98,11 @@ class Attention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, self.is_gated = config.head_dim, config.attention_gate
-        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
+        self.head_dim = config.head_dim
+        self.is_gated = config.attention_gate
+        hidden = config.hidden_size
+        bias = config.attention_bias
+        std = config.initializer_range
         queries = (1 + self.is_gated) * config.num_heads  # a gate of each head follows its query
         self.q_proj = Linear(hidden, queries * config.head_dim, bias=bias, std=std)
         if self.is_gated:
@@ -145,7 +148,8 @@ class Attention(SelfAttention):
         self, q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply the norms of each query and key, if there are some, and rotary positions."""
-        q_norm, k_norm = self.q_norm, self.k_norm
+        q_norm = self.q_norm
+        k_norm = self.k_norm
         if q_norm is None or k_norm is None or isinstance(q_norm, SplitRMSNorm):
             return rotate_heads(q_BSHK, k_BSGK, cos_sin)
         if q_norm._forward_hooks:  # somebody looks at the modules' results
@@ -185,13 +189,14 @@ class LatentAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, bias, std = config.hidden_size, config.attention_bias, config.initializer_range
-        self.plain_dim, self.rotary_dim, self.v_head_dim = (
-            config.qk_nope_head_dim,
-            config.head_dim,
-            config.v_head_dim,
-        )
-        self.latent_dim, self.interleaved = config.kv_lora_rank, config.rope_interleave
+        hidden = config.hidden_size
+        bias = config.attention_bias
+        std = config.initializer_range
+        self.plain_dim = config.qk_nope_head_dim
+        self.rotary_dim = config.head_dim
+        self.v_head_dim = config.v_head_dim
+        self.latent_dim = config.kv_lora_rank
+        self.interleaved = config.rope_interleave
         width = config.num_heads * config.qk_head_dim
         self.q_proj = None if config.q_lora_rank else Linear(hidden, width, std=std)
         self.q_a_proj = (

@@ -120,7 +120,8 @@ class Backbone(nn.Module):
             for window in self.windows
         }
         valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
-        context, aux_losses = Context(by_window, document_ids_BS, valid_BS), []
+        context = Context(by_window, document_ids_BS, valid_BS)
+        aux_losses = []
         layer_caches = [None] * len(self.layers) if cache is None else cache.layers
         for layer, layer_cache in zip(self.layers, layer_caches, strict=True):
             x_BSD, aux_loss = layer(x_BSD, context, layer_cache)
@@ -233,7 +234,8 @@ class Decoder(Model):
     def outer_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         if self.config.tie_word_embeddings:
             return [], []
-        before, after = [self.model.embed_tokens], [self.model.norm, self.lm_head]
+        before = [self.model.embed_tokens]
+        after = [self.model.norm, self.lm_head]
         # Modules of other pipeline stages are not called here.
         return [m for m in before if not is_remote(m.weight)], [
             m for m in after if not is_remote(m.weight)

@@ -50,7 +50,8 @@ class Convolution(nn.Module):
 
     def __init__(self, channels: int, width: int, std: float) -> None:
         super().__init__()
-        self.weight, self.std = nn.Parameter(torch.empty(channels, 1, width)), std
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.std = std
 
     def declare_sources(self) -> dict[str, Source]:
         return {"weight": Init(Normal(std=self.std))}
@@ -131,10 +132,14 @@ class GatedDeltaNet(SelfAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, std = config.hidden_size, config.initializer_range
-        heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        key, value = config.linear_key_head_dim, config.linear_value_head_dim
-        repeats, self.value_dim = value_heads // heads, value
+        hidden = config.hidden_size
+        std = config.initializer_range
+        heads = config.linear_num_key_heads
+        value_heads = config.linear_num_value_heads
+        key = config.linear_key_head_dim
+        value = config.linear_value_head_dim
+        repeats = value_heads // heads
+        self.value_dim = value
         values = repeats * value
         self.widths = {"qkv": (key, key, values), "z": (values,), "b": (repeats,), "a": (repeats,)}
         for name, kinds in self.projections.items():

@@ -224,7 +224,8 @@ class FeedForward(Recomputable, Part):
 
     def __init__(self, config: ModelConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
-        hidden_size, std = config.hidden_size, config.initializer_range
+        hidden_size = config.hidden_size
+        std = config.initializer_range
         intermediate_size = intermediate_size or config.intermediate_size
         self.gate_proj = Linear(hidden_size, intermediate_size, std=std)
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)

@@ -150,11 +150,9 @@ class Experts(Recomputable):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        num_experts, hidden, inner = (
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-        )
+        num_experts = config.num_experts
+        hidden = config.hidden_size
+        inner = config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner))
         self.is_biased = config.biased_experts

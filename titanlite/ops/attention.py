@@ -180,7 +180,9 @@ def varlen_attention(
     """Attend causally in each document with FlashAttention (arXiv:2307.08691); return (B, S, H, V),
     in two-byte floats.
     """
-    width, missing = v_BSGV.shape[-1], q_BSHK.shape[-1] - v_BSGV.shape[-1]  # of one width
+    # of one width
+    width = v_BSGV.shape[-1]
+    missing = q_BSHK.shape[-1] - v_BSGV.shape[-1]
     v_BSGK = F.pad(v_BSGV, (0, missing)) if missing else v_BSGV
     q_THK, k_TGK, v_TGK = (x.flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
     # Finding the longest document's length would wait for the device; blocks after a document's end

@@ -43,7 +43,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     x_wide, taps = _widen(x, weight)
     dout = torch.ops.aten.silu_backward(dy.to(taps.dtype), _convolve(x_wide, taps, documents))
-    dx, dtaps = dout * taps[-1], torch.empty_like(taps)
+    dx = dout * taps[-1]
+    dtaps = torch.empty_like(taps)
     dtaps[-1] = (dout * x_wide).sum((0, 1))
     for i in range(1, len(taps)):
         read = _mask(dout[:, i:], documents, i)

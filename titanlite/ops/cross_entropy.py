@@ -73,7 +73,8 @@ def _softmax_parts(
     if shard is None:
         return own_max_C, sum_C, (target_C - own_max_C).where(mine_C, 0.0)
     max_C = shard.reduce_max(own_max_C)
-    sum_C, target_C = sum_C * (own_max_C - max_C).exp(), (target_C - max_C).where(mine_C, 0.0)
+    sum_C = sum_C * (own_max_C - max_C).exp()
+    target_C = (target_C - max_C).where(mine_C, 0.0)
     sum_C, target_C = shard.reduce_sum(torch.stack([sum_C, target_C])).unbind(0)
     return max_C, sum_C, target_C
 
@@ -156,7 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
         *_, shard = others
-        gradients, losses = _Gradients(hidden_TD, weight_VD, ctx.needs_input_grad), []
+        gradients = _Gradients(hidden_TD, weight_VD, ctx.needs_input_grad)
+        losses = []
         for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(hidden_TD, weight_VD, *others):
             max_C, sum_C, target_C = _softmax_parts(logits_CV, mine_C, column_C1, shard)
             losses.append((sum_C.log() - target_C) * factor_C)
@@ -211,11 +213,9 @@ class _TokenCrossEntropy(torch.autograd.Function):
             hidden_TD, weight_VD, labels_T, *ctx.others
         ):
             # The denominator is already that of the whole vocabulary: no collective.
-            shift_C, scale_C, hit_C = (
-                logsumexp_T[rows],
-                factor_C * dloss_T[rows],
-                mine_C * dloss_T[rows],
-            )
+            shift_C = logsumexp_T[rows]
+            scale_C = factor_C * dloss_T[rows]
+            hit_C = mine_C * dloss_T[rows]
             softmax_gradient_(logits_CV, shift_C, scale_C, hit_C, column_C1)
             gradients.add(rows, logits_CV)
         dweight_VD = None if gradients.weight is None else gradients.weight.to(weight_VD.dtype)

@@ -19,7 +19,9 @@ from titanlite.ops.delta_inputs import empty_heads
 from titanlite.ops.launchers import cdiv, device_of
 
 TOKENS = 32  # tokens of one program
-WARPS, BACKWARD_WARPS = 4, 8  # with 4 warps, backward spills 0.6 KB of registers per thread
+# with 4 warps, backward spills 0.6 KB of registers per thread
+WARPS = 4
+BACKWARD_WARPS = 8
 
 
 @triton.jit
@@ -28,10 +30,12 @@ def _place(x_ptr, taps_ptr, documents_ptr, S, H, J, stride_b, stride_h, W, K, BT
     taps, and its row's documents.
     """
     block, program = tl.program_id(1), tl.program_id(2)
-    b, head = (program // H).to(tl.int64), program % H
+    b = (program // H).to(tl.int64)
+    head = program % H
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     columns = block * K + tl.arange(0, K)
-    x, documents = x_ptr + b * stride_b + head * stride_h, documents_ptr + b * S
+    x = x_ptr + b * stride_b + head * stride_h
+    documents = documents_ptr + b * S
     return b, head, block, t, columns, x, taps_ptr + head * J * W, documents
 
 
@@ -43,7 +47,8 @@ def _result(q_ptr, k_ptr, v_ptr, b, head, block, t, columns, S, H, J, K):
         pointer = k_ptr
     if block > 1:
         pointer = v_ptr
-    width, first = tl.where(block < 2, K, J - 2 * K), tl.minimum(block, 2) * K
+    width = tl.where(block < 2, K, J - 2 * K)
+    first = tl.minimum(block, 2) * K
     return pointer + ((b * S + t)[:, None] * H + head) * width + (columns - first)[None, :]
 
 
@@ -193,7 +198,8 @@ def delta_inputs_backward(
 ):
     """Return the gradients of x and taps, contiguous."""
     batch, size, heads, inputs = x.shape
-    dx, tiles = x.new_empty(x.shape), cdiv(size, TOKENS)
+    dx = x.new_empty(x.shape)
+    tiles = cdiv(size, TOKENS)
     shape = (batch, tiles, heads, taps.shape[2], inputs)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     operands = (dq, dk, dv, x, taps, documents, dx, parts)

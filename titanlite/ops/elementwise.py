@@ -118,11 +118,14 @@ def add_rms_norm(
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, update: Any, weight_D: Any, eps: float, offset: float) -> Any:
-        x, update = x.contiguous(), None if update is None else update.contiguous()
+        x = x.contiguous()
+        update = None if update is None else update.contiguous()
         total, y = _add_norm(x, update, weight_D, eps, offset)
         total = x.view_as(x) if update is None else total
         ctx.save_for_backward(total, weight_D)
-        ctx.eps, ctx.offset, ctx.adds = eps, offset, update is not None
+        ctx.eps = eps
+        ctx.offset = offset
+        ctx.adds = update is not None
         ctx.set_materialize_grads(False)
         return total, y
 
@@ -214,14 +217,16 @@ def swiglu_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return swiglu(torch.cat([gate, up], dim=-1))
 
 
-_ALPHA, _LIMIT = 1.702, 7.0
+_ALPHA = 1.702
+_LIMIT = 7.0
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up_R2I, weight_R)
-        gate_RI, up_RI = gate_up_R2I[..., ::2], gate_up_R2I[..., 1::2]
+        gate_RI = gate_up_R2I[..., ::2]
+        up_RI = gate_up_R2I[..., 1::2]
         gate_RI = gate_RI.clamp(max=_LIMIT)
         h_RI = (gate_RI * _ALPHA).sigmoid_().mul_(gate_RI)
         return h_RI.mul_(up_RI.clamp(-_LIMIT, _LIMIT).add_(1)).mul_(weight_R.unsqueeze(-1))
@@ -230,8 +235,10 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh_RI: torch.Tensor):
         gate_up_R2I, weight_R = ctx.saved_tensors
-        gate_RI, up_RI = gate_up_R2I[..., ::2], gate_up_R2I[..., 1::2]
-        is_inside_RI, is_low_RI = up_RI.abs() <= _LIMIT, gate_RI <= _LIMIT
+        gate_RI = gate_up_R2I[..., ::2]
+        up_RI = gate_up_R2I[..., 1::2]
+        is_inside_RI = up_RI.abs() <= _LIMIT
+        is_low_RI = gate_RI <= _LIMIT
         gate_RI = gate_RI.clamp(max=_LIMIT)
         up1_RI = up_RI.clamp(-_LIMIT, _LIMIT).add_(1)
         sigmoid_RI = (gate_RI * _ALPHA).sigmoid_()
@@ -280,7 +287,8 @@ def inverse_frequencies(
         return inv_freq * (1.0 - divided) + inv_freq / scaling.factor * divided
     wavelength = 2 * math.pi / inv_freq
     original = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - blend) * inv_freq / scaling.factor + blend * inv_freq
 
@@ -300,7 +308,8 @@ def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.
     first, last = place(scaling.beta_fast), place(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rotary_dim - 1)
+    first = max(first, 0)
+    last = min(last, rotary_dim - 1)
     width = last - first if last != first else 0.001  # then a step, as in transformers
     places = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
     return ((places - first) / width).clamp(0.0, 1.0)
@@ -333,7 +342,8 @@ def apply_rope(
 
 
 def _rotate(x_BSHK: torch.Tensor, cos_BS1R: torch.Tensor, sin_BS1R: torch.Tensor) -> torch.Tensor:
-    width, half = cos_BS1R.shape[-1], cos_BS1R.shape[-1] // 2
+    width = cos_BS1R.shape[-1]
+    half = cos_BS1R.shape[-1] // 2
     if width < x_BSHK.shape[-1]:
         return torch.cat(
             [_rotate(x_BSHK[..., :width], cos_BS1R, sin_BS1R), x_BSHK[..., width:]], dim=-1
@@ -371,7 +381,8 @@ def rotate_heads(
     `apply_rope`.
     """
     if takes_kernels(q_BSHK, k_BSGK, *cos_sin, *(weights_K or ())):
-        q_BSHK, k_BSGK = _with_rows(q_BSHK), k_BSGK.contiguous()
+        q_BSHK = _with_rows(q_BSHK)
+        k_BSGK = k_BSGK.contiguous()
         if weights_K is None:
             return _RotateHeads.apply(q_BSHK, k_BSGK, *cos_sin)
         return _normalize_and_rotate(q_BSHK, k_BSGK, *weights_K, *cos_sin, eps, offset)

@@ -40,8 +40,10 @@ def add_norm_kernel(
     x_ptr, update_ptr, w_ptr, total_ptr, y_ptr, D, eps, offset, BLOCK: tl.constexpr
 ):
     """Write total = x + update, rounded as torch does, and total / rms(total) * (offset + w)."""
-    row, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, BLOCK)
-    total, w = _load(x_ptr, row + d, d < D), _load(w_ptr, d, d < D) + offset
+    row = tl.program_id(0).to(tl.int64) * D
+    d = tl.arange(0, BLOCK)
+    total = _load(x_ptr, row + d, d < D)
+    w = _load(w_ptr, d, d < D) + offset
     if update_ptr is not None:
         total += _load(update_ptr, row + d, d < D)
         rounded = total.to(total_ptr.dtype.element_ty)
@@ -59,7 +61,8 @@ def add_norm_backward_kernel(
     dw, (P, D).
     """
     d = tl.arange(0, BLOCK)
-    w, dw = _load(w_ptr, d, d < D) + offset, tl.zeros((BLOCK,), tl.float32)
+    w = _load(w_ptr, d, d < D) + offset
+    dw = tl.zeros((BLOCK,), tl.float32)
     for t in tl.range(tl.program_id(0), T, tl.num_programs(0)):
         place = tl.cast(t, tl.int64) * D + d
         total, dy = _load(total_ptr, place, d < D), _load(dy_ptr, place, d < D)
@@ -79,7 +82,8 @@ def _gated_rows(block, T, G, R, D, stride_t, stride_h, BLOCK, BR):
     """Return the positions in x and in z, and a mask of valid ones. z has a stride per token and
     one per key head, which has R value heads.
     """
-    row, d = (block * BR + tl.arange(0, BR)).to(tl.int64)[:, None], tl.arange(0, BLOCK)[None, :]
+    row = (block * BR + tl.arange(0, BR)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK)[None, :]
     gate = row // G * stride_t + row % G // R * stride_h + row % R * D
     return row * D + d, gate + d, (row < T) & (d < D)
 
@@ -103,7 +107,9 @@ def gated_norm_kernel(
     """Write x / rms(x) * w * silu(z) of BR rows."""
     place, gate, mask = _gated_rows(tl.program_id(0), T, G, R, D, stride_t, stride_h, BLOCK, BR)
     d = tl.arange(0, BLOCK)
-    x, z, w = _load(x_ptr, place, mask), _load(z_ptr, gate, mask), _load(w_ptr, d, d < D)
+    x = _load(x_ptr, place, mask)
+    z = _load(z_ptr, gate, mask)
+    w = _load(w_ptr, d, d < D)
     scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     _store(y_ptr, place, mask, x * scale * w[None, :] * (z * tl.sigmoid(z)))
 
@@ -129,12 +135,14 @@ def gated_norm_backward_kernel(
 ):
     """Write gradients of x and z, contiguous, and parts of dw, (P, D)."""
     d = tl.arange(0, BLOCK)
-    w, dw = _load(w_ptr, d, d < D)[None, :], tl.zeros((BLOCK,), tl.float32)
+    w = _load(w_ptr, d, d < D)[None, :]
+    dw = tl.zeros((BLOCK,), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(T, BR), tl.num_programs(0)):
         place, gate, mask = _gated_rows(block, T, G, R, D, stride_t, stride_h, BLOCK, BR)
         x, z, dy = _load(x_ptr, place, mask), _load(z_ptr, gate, mask), _load(dy_ptr, place, mask)
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        normed, sigmoid = x * scale, tl.sigmoid(z)
+        normed = x * scale
+        sigmoid = tl.sigmoid(z)
         silu = z * sigmoid
         _store(dz_ptr, place, mask, dy * w * normed * (sigmoid + silu * (1.0 - sigmoid)))
         dy *= silu
@@ -150,11 +158,14 @@ def _head_rows(q_ptr, k_ptr, stride_t, stride_h, t, H, G, K, BH):
     """Return pointers (BH, 1) to heads of token t, and which of them exist. Blocks of queries come
     first; keys are contiguous.
     """
-    h, t = tl.program_id(1) * BH + tl.arange(0, BH)[:, None], tl.cast(t, tl.int64)
-    rows, count = q_ptr + t * stride_t + h * stride_h, H
+    h = tl.program_id(1) * BH + tl.arange(0, BH)[:, None]
+    t = tl.cast(t, tl.int64)
+    rows = q_ptr + t * stride_t + h * stride_h
+    count = H
     if tl.program_id(1) * BH >= H:
         h -= tl.cdiv(H, BH) * BH
-        rows, count = k_ptr + t * G * K + h * K, G
+        rows = k_ptr + t * G * K + h * K
+        count = G
     return rows, h < count
 
 
@@ -162,15 +173,18 @@ def _head_rows(q_ptr, k_ptr, stride_t, stride_h, t, H, G, K, BH):
 def _load_head(rows, real, K, R, HALF, REST):
     """Load both halves of the rotated part, and the rest."""
     i, j = tl.arange(0, HALF)[None, :], tl.arange(0, REST)[None, :]
-    is_rotated, is_rest = real & (i < R // 2), real & (j < K - R)
-    a, b = _load(rows, i, is_rotated), _load(rows, R // 2 + i, is_rotated)
+    is_rotated = real & (i < R // 2)
+    is_rest = real & (j < K - R)
+    a = _load(rows, i, is_rotated)
+    b = _load(rows, R // 2 + i, is_rotated)
     return a, b, _load(rows, R + j, is_rest)
 
 
 @triton.jit
 def _store_head(rows, real, a, b, c, K, R, HALF, REST):
     i, j = tl.arange(0, HALF)[None, :], tl.arange(0, REST)[None, :]
-    is_rotated, is_rest = real & (i < R // 2), real & (j < K - R)
+    is_rotated = real & (i < R // 2)
+    is_rest = real & (j < K - R)
     _store(rows, i, is_rotated, a)
     _store(rows, R // 2 + i, is_rotated, b)
     _store(rows, R + j, is_rest, c)
@@ -300,7 +314,8 @@ def swiglu_apart_backward_kernel(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * D + d
     gate, up = _load(gate_ptr, place, d < D), _load(up_ptr, place, d < D)
-    dh, sigmoid = _load(dh_ptr, place, d < D), tl.sigmoid(gate)
+    dh = _load(dh_ptr, place, d < D)
+    sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     _store(dup_ptr, place, d < D, dh * silu)
     _store(dgate_ptr, place, d < D, dh * up * (sigmoid + silu * (1.0 - sigmoid)))
@@ -329,7 +344,8 @@ def head_options(width: int, rotated: int, heads: int) -> dict[str, int]:
 
 def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, offset: float):
     """Return x + update, or None without an update, and its norm."""
-    width, y = x.shape[-1], torch.empty_like(x)
+    width = x.shape[-1]
+    y = torch.empty_like(x)
     total = x.new_empty(0) if update is None else torch.empty_like(x)
     with device_of(x):
         add_norm_kernel[(x.numel() // width,)](
@@ -342,7 +358,8 @@ def add_norm_backward(
     dtotal: Tensor | None, dy: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float
 ):
     """Return the gradients of x, of the update, and of the weight."""
-    width, dx = dy.shape[-1], torch.empty_like(dy)
+    width = dy.shape[-1]
+    dx = torch.empty_like(dy)
     rows = dy.numel() // width
     parts = _make_parts(dy, min(PROGRAMS, rows), width)
     operands = (dtotal, dy, total, weight, dx, parts)
@@ -366,7 +383,8 @@ def _gate_sizes(z: Tensor) -> dict[str, Any]:
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of contiguous x, times silu(z)."""
-    sizes, y = _gate_sizes(z), torch.empty_like(x)
+    sizes = _gate_sizes(z)
+    y = torch.empty_like(x)
     with device_of(x):
         blocks = cdiv(sizes["T"], NORM_ROWS)
         gated_norm_kernel[(blocks,)](x, z, weight, y, eps=eps, **sizes)
@@ -375,7 +393,9 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated_norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: float):
     """Return the gradients of x, z and the weight."""
-    sizes, dx, dz = _gate_sizes(z), torch.empty_like(x), torch.empty_like(x)
+    sizes = _gate_sizes(z)
+    dx = torch.empty_like(x)
+    dz = torch.empty_like(x)
     programs = min(PROGRAMS, cdiv(sizes["T"], NORM_ROWS))
     parts = _make_parts(x, programs, x.shape[-1])
     with device_of(x):
@@ -424,7 +444,8 @@ def rotate_heads_backward(
     offset: float,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and the weights."""
-    (sizes, blocks), tokens = _head_sizes(q, k, cos), q.shape[0] * q.shape[1]
+    (sizes, blocks) = _head_sizes(q, k, cos)
+    tokens = q.shape[0] * q.shape[1]
     programs = min(tokens, max(8 * PROGRAMS // blocks, 1))
     parts = _make_parts(q, programs, blocks, q.shape[3])
     results = torch.empty_like(dq), torch.empty_like(dk)
@@ -433,14 +454,16 @@ def rotate_heads_backward(
         rotate_heads_backward_kernel[(programs, blocks)](
             *operands, T=tokens, eps=eps, offset=offset, **sizes
         )
-    sums, queries = parts.sum(0), cdiv(sizes["H"], sizes["BH"])
+    sums = parts.sum(0)
+    queries = cdiv(sizes["H"], sizes["BH"])
     dweights = (part.sum(0).to(q_weight.dtype) for part in (sums[:queries], sums[queries:]))
     return *results, *dweights
 
 
 def swiglu_apart(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of contiguous tensors."""
-    out, width = torch.empty_like(gate), gate.shape[-1]
+    out = torch.empty_like(gate)
+    width = gate.shape[-1]
     grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
     with device_of(gate):
         swiglu_apart_kernel[grid](gate, up, out, width, BLOCK=SWIGLU_BLOCK)
@@ -449,7 +472,8 @@ def swiglu_apart(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu_apart_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both."""
-    results, width = (torch.empty_like(gate), torch.empty_like(up)), gate.shape[-1]
+    results = (torch.empty_like(gate), torch.empty_like(up))
+    width = gate.shape[-1]
     grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
     with device_of(gate):
         swiglu_apart_backward_kernel[grid](dh, gate, up, *results, width, BLOCK=SWIGLU_BLOCK)

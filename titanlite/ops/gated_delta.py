@@ -307,13 +307,15 @@ def gated_delta_backward(
     c = _Chunks._make(x.detach() for x in chunks)
     states, new, U, W = _walk(c, inverse, state)
     do = _cut(dout, k.shape[2])
-    dstates, dnew = torch.empty_like(states), c.P.mT @ do
+    dstates = torch.empty_like(states)
+    dnew = c.P.mT @ do
     torch.matmul(c.q_read.mT, do, out=dstates[:-1])
     dstates[-1] = dlast.view_as(dstates[-1])
     for n in reversed(range(len(new))):
         dnew[n] += c.k_write[n] @ dstates[n + 1]
         dstates[n].addcmul_(c.keep[n], dstates[n + 1]).sub_(W[n].mT @ dnew[n])
-    dU, dW = dnew, (dnew @ states[:-1].mT).neg_()
+    dU = dnew
+    dW = (dnew @ states[:-1].mT).neg_()
     dvalues, dkeys = inverse.mT @ dU, inverse.mT @ dW
     # d(T X) = T (dX - dA T X), because T (I + A) = I
     dA = (dvalues @ U.mT + dkeys @ W.mT).tril_(-1).neg_()
@@ -354,7 +356,8 @@ def _prepare(
     heads = k.shape[2]
     q, k, v = (_cut(x, heads) for x in (q, k, v))
     g, beta = (_cut(x.unsqueeze(-1), heads) for x in (g, beta))  # (N, B, H, R, C, 1)
-    G, k_t = g.cumsum(-2), k.mT
+    G = g.cumsum(-2)
+    k_t = k.mT
     # Padding after the row's end belongs to its last document.
     places = torch.arange(-1, len(k) * CHUNK, device=k.device).clamp(0, documents.shape[1] - 1)
     padded = documents[:, places]

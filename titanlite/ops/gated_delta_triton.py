@@ -28,7 +28,9 @@ from torch import Tensor
 
 from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, table_of
 
-CHUNK, KEY_WIDTH, HALF = 64, 128, 64
+CHUNK = 64
+KEY_WIDTH = 128
+HALF = 64
 C, K = tl.constexpr(CHUNK), tl.constexpr(KEY_WIDTH)
 # Table (`launchers.table_of`) -> kernel -> warps, stages, and columns of V of a program, unless it
 # takes all. With three stages, the operands of `dstates` do not fit. The other differences keep
@@ -117,7 +119,8 @@ class _Launcher:
     """
 
     def __init__(self, k: Tensor, v: Tensor, documents: Tensor) -> None:
-        (batch, self.size, heads, _), value_heads = k.shape, v.shape[2]
+        (batch, self.size, heads, _) = k.shape
+        value_heads = v.shape[2]
         self.k, self.v, self.documents = k, v, documents
         self.num_chunks = cdiv(self.size, CHUNK)
         self.outer = (batch, heads, value_heads // heads)
@@ -129,12 +132,14 @@ class _Launcher:
     def __call__(self, name: str, *operands: Tensor, **more: Any) -> None:
         kernel: Any = KERNELS[name]
         options = self.sizes | options_of(_find_table(self.v.device), name) | more
-        chunks, heads = self.num_chunks, options["G"]
+        chunks = self.num_chunks
+        heads = options["G"]
         blocks = options["V"] // options.get("BV", options["V"])
         if name in ("states", "dstates"):  # they visit a whole row
             chunks = 1
         if name == "dread":
-            blocks, heads = KEY_WIDTH // HALF, options["H"]
+            blocks = KEY_WIDTH // HALF
+            heads = options["H"]
         grid = (chunks, blocks, self.k.shape[0] * heads)
         with device_of(self.v):
             kernel[grid](*operands, self.documents, self.size, self.num_chunks, **options)
@@ -145,7 +150,8 @@ class _Launcher:
         """Return W, the sums of g in chunks, the state before each chunk (B, N, G, K, V), `new`,
         and the last state; write T unless it is known.
         """
-        k, v = self.k, self.v
+        k = self.k
+        v = self.v
         batch, _, value_heads, width = v.shape
         W = self.empty(*v.shape[:3], KEY_WIDTH)
         U, new = torch.empty_like(v), torch.empty_like(v)
@@ -163,7 +169,8 @@ def _place(program, S, H, G):
     """Return a program's row and value head, and the positions of its first rows of values and of
     keys, if each row holds one head.
     """
-    b, head = (program // G).to(tl.int64), program % G
+    b = (program // G).to(tl.int64)
+    head = program % G
     return b, head, b * S * G + head, b * S * H + head // (G // H)
 
 
@@ -231,7 +238,8 @@ def _factors(sums, n, S, G, tokens):
 @triton.jit
 def _decay(total, tokens, FIRST: tl.constexpr, IS_TRANSPOSED: tl.constexpr = False):
     """Return D without the diagonals above -FIRST, or its transpose, which is computed directly."""
-    i, document = tl.arange(0, C), tokens[2]
+    i = tl.arange(0, C)
+    document = tokens[2]
     same = document[:, None] == document[None, :]
     # Written in a different order, `solve` spills 72 bytes per thread on sm_100.
     if IS_TRANSPOSED:
@@ -248,7 +256,8 @@ def _invert(A):
     """Return (I + A)^-1 of a strictly lower triangular A, from the inverses of ever larger diagonal
     blocks. Powers of A would lose all digits if keys are similar.
     """
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
     X = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
     X = _merge(_merge(_merge(X, A, i, j, 2), A, i, j, 4), A, i, j, 8)
     return _merge(_merge(X, A, i, j, 16), A, i, j, 32)
@@ -330,9 +339,11 @@ def states_kernel(
     """Visit the chunks of one row, for BV columns of a value head's state, in two halves of K."""
     block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
-    half, values = tl.arange(0, 64), block * BV + tl.arange(0, BV)
+    half = tl.arange(0, 64)
+    values = block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
-    documents, sums = documents_ptr + b * S, sums_ptr + row
+    documents = documents_ptr + b * S
+    sums = sums_ptr + row
     k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
     u_base, new_base = U_ptr + row * V, new_ptr + row * V
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -377,7 +388,8 @@ def read_kernel(
     b, head, row, key_row = _place(program, S, H, G)
     tokens = _tokens(documents_ptr + b * S, n, S)
     total, read, _, _ = _factors(sums_ptr + row, n, S, G, tokens)
-    keys, values = tl.arange(0, K), block * BV + tl.arange(0, BV)
+    keys = tl.arange(0, K)
+    values = block * BV + tl.arange(0, BV)
     q = _load(q_ptr + key_row * K, tokens, keys, H * K)
     k_t = _load_t(k_ptr + key_row * K, tokens, keys, H * K)
     state = states_ptr + ((b * N + n) * G + head) * K * V
@@ -411,9 +423,12 @@ def dstates_kernel(
     """
     block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
-    half, keys, values = tl.arange(0, 64), tl.arange(0, K), block * BV + tl.arange(0, BV)
+    half = tl.arange(0, 64)
+    keys = tl.arange(0, K)
+    values = block * BV + tl.arange(0, BV)
     inner = half[:, None] * V + values[None, :]
-    documents, sums = documents_ptr + b * S, sums_ptr + row
+    documents = documents_ptr + b * S
+    sums = sums_ptr + row
     q_base = q_ptr + key_row * K
     k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
     dout_base, dnew_base = dout_ptr + row * V, dnew_ptr + row * V
@@ -478,7 +493,8 @@ def dread_kernel(
     of the gradient of the sums of g.
     """
     n, part, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, key_head = (program // H).to(tl.int64), program % H
+    b = (program // H).to(tl.int64)
+    key_head = program % H
     repeats: tl.constexpr = G // H
     key_row = b * S * H + key_head
     tokens = _tokens(documents_ptr + b * S, n, S)

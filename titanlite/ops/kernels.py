@@ -144,7 +144,8 @@ def plan_for_device(
     """
     global _planned_device, _stand_ins
     before = _planned_device, _stand_ins
-    _planned_device, _stand_ins = device_type, stand_ins or {}
+    _planned_device = device_type
+    _stand_ins = stand_ins or {}
     try:
         yield
     finally:

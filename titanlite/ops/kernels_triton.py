@@ -27,7 +27,9 @@ import triton
 import triton.language as tl
 
 # Epilogues of `row_gemm_kernel`.
-PLAIN, SWIGLU, SWIGLU_BACKWARD = 0, 1, 2
+PLAIN = 0
+SWIGLU = 1
+SWIGLU_BACKWARD = 2
 
 
 @triton.jit
@@ -71,8 +73,10 @@ def _swiglu_backward(
     """From dh before the router's weight, store dz = [dgate | dup] and h; return this tile's part
     of dweight.
     """
-    row, inside = m.to(tl.int64)[:, None], (n < N)[None, :]
-    read, mask = real[:, None] & inside, (m < end)[:, None] & inside
+    row = m.to(tl.int64)[:, None]
+    inside = (n < N)[None, :]
+    read = real[:, None] & inside
+    mask = (m < end)[:, None] & inside
     gate = tl.load(z_ptr + row * stride_zm + n[None, :], mask=read, other=0.0).to(tl.float32)
     up = tl.load(z_ptr + row * stride_zm + N + n[None, :], mask=read, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
@@ -134,7 +138,9 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
         row_tile, col_tile = _swizzle(tile, row_tiles, col_tiles, BAND)
         group, first, end = _find_rows(tiles, cumulated, offsets_ptr, row_tile, M, E, BM)
-        m, n, k = first + tl.arange(0, BM), col_tile * BN + tl.arange(0, BN), tl.arange(0, BK)
+        m = first + tl.arange(0, BM)
+        n = col_tile * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
         # Rows after the last group, and the values that belong to them, may be anything, including
         # NaN.
         real = m < tl.where(group < E, end, 0)
@@ -266,7 +272,9 @@ def wgrad_kernel(
         k_tile, col_tile = _swizzle(tile % (k_tiles * col_tiles), k_tiles, col_tiles, BAND)
         start = tl.load(offsets_ptr + group - 1, mask=group > 0, other=0)
         end = tl.load(offsets_ptr + group)
-        k, n, i = k_tile * BK + tl.arange(0, BK), col_tile * BN + tl.arange(0, BN), tl.arange(0, BM)
+        k = k_tile * BK + tl.arange(0, BK)
+        n = col_tile * BN + tl.arange(0, BN)
+        i = tl.arange(0, BM)
         acc = tl.zeros((BK, BN), tl.float32)
         # whole blocks need no masks; rows after the last whole one belong to the next group
         if TMA:

@@ -193,7 +193,8 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Any, weight: Any, offsets: Any, backend: str) -> torch.Tensor:
         need_x, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, offsets)
-        ctx.k_major, ctx.backend = weight.stride(1) == 1, backend
+        ctx.k_major = weight.stride(1) == 1
+        ctx.backend = backend
         return grouped_mm(x, weight, offsets, backend)
 
     @staticmethod
@@ -342,7 +343,8 @@ def grouped_mm_wgrad(
     dw = x.new_empty(len(offsets), left.shape[1], right.shape[1])
     compute = get_compute_dtype(x)
     for expert, (start, end) in enumerate(get_groups(offsets)):
-        a, b = left[start:end].T, right[start:end]
+        a = left[start:end].T
+        b = right[start:end]
         if compute == x.dtype:
             torch.mm(a, b, out=dw[expert])
         else:

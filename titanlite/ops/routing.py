@@ -30,7 +30,8 @@ def empty_choice(logits: Tensor, bias: Any, valid: Any, top_k: int, *rest: Any) 
     """Return the results of `choose_experts` without data."""
     batch, size, num_experts = logits.shape
     parts = (batch, -(-size // tokens_at_once(num_experts)), num_experts)
-    weights, sums = logits.new_empty(batch * size, top_k), logits.new_empty(parts)
+    weights = logits.new_empty(batch * size, top_k)
+    sums = logits.new_empty(parts)
     ids = torch.empty_like(weights, dtype=torch.int64)
     return weights, ids, torch.empty_like(sums, dtype=torch.int32), sums
 

@@ -31,8 +31,10 @@ def _load(logits_ptr, valid_ptr, S, E, IS_SOFTMAX, BT, E_CEIL):
     """Return tokens (BT,), which of them exist, which are valid (BT, 1), and columns (1, E_CEIL);
     logits, scores and normalized scores, (BT, E_CEIL), 0 where there is no expert.
     """
-    s, e = tl.program_id(1) * BT + tl.arange(0, BT), tl.arange(0, E_CEIL)[None, :]
-    token, real = tl.program_id(0).to(tl.int64) * S + s, s < S
+    s = tl.program_id(1) * BT + tl.arange(0, BT)
+    e = tl.arange(0, E_CEIL)[None, :]
+    token = tl.program_id(0).to(tl.int64) * S + s
+    real = s < S
     x = tl.load(logits_ptr + token[:, None] * E + e, mask=real[:, None] & (e < E), other=0.0)
     if IS_SOFTMAX:
         known = tl.where(e < E, x, LOWEST)
@@ -52,7 +54,8 @@ def _load(logits_ptr, valid_ptr, S, E, IS_SOFTMAX, BT, E_CEIL):
 def _limit_groups(choice, e, E, NUM_GROUPS, NUM_LIMITED):
     """Lower the values of all groups except those with the highest sum of their two best values."""
     size = E // NUM_GROUPS
-    group, sums = e // size, tl.full(choice.shape, LOWEST, tl.float32)
+    group = e // size
+    sums = tl.full(choice.shape, LOWEST, tl.float32)
     for i in range(NUM_GROUPS):
         values = tl.where(group == i, choice, LOWEST)
         best, place = tl.max(values, 1, return_indices=True)
@@ -98,7 +101,8 @@ def choose_kernel(
     choice = tl.where(e < E, choice, LOWEST)
     if NUM_LIMITED < NUM_GROUPS:
         choice = _limit_groups(choice, e, E, NUM_GROUPS, NUM_LIMITED)
-    j, weights = tl.arange(0, K_CEIL)[None, :], tl.zeros((BT, K_CEIL), tl.float32)
+    j = tl.arange(0, K_CEIL)[None, :]
+    weights = tl.zeros((BT, K_CEIL), tl.float32)
     for i in range(k):
         best = tl.argmax(choice, 1)
         tl.store(ids_ptr + token * k + i, best, mask=real)
@@ -141,7 +145,8 @@ def weigh_backward_kernel(
         load = tl.load(load_ptr + tl.program_id(0) * E + e, mask=e < E, other=0.0)
         dshare = tl.where(valid, load * tl.load(daux_ptr), 0.0)
         dlogits = share * (dshare - tl.sum(dshare * share, 1)[:, None])
-    weights, total = tl.zeros((BT, E_CEIL), tl.float32), tl.zeros((BT,), tl.float32)
+    weights = tl.zeros((BT, E_CEIL), tl.float32)
+    total = tl.zeros((BT,), tl.float32)
     for i in range(k):
         place = token * k + i
         hit = e == tl.load(ids_ptr + place, mask=real, other=0)[:, None]
@@ -162,14 +167,16 @@ def weigh_backward_kernel(
 @triton.jit
 def _find_hits(ids_ptr, r, R, G, G_CEIL):
     """Return a matrix (C, G_CEIL) with a one where a row has an id; ids from G on are unknown."""
-    ids, g = tl.load(ids_ptr + r, mask=r < R, other=G).to(tl.int32), tl.arange(0, G_CEIL)[None, :]
+    ids = tl.load(ids_ptr + r, mask=r < R, other=G).to(tl.int32)
+    g = tl.arange(0, G_CEIL)[None, :]
     return ((ids[:, None] == g) & (g < G)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["R", "chunks"])  # with expert parallelism they change in every step
 def count_kernel(ids_ptr, counts_ptr, R, G, chunks, C: tl.constexpr, G_CEIL: tl.constexpr):
     """Count each id in a block of rows, `chunks` times C of them; (N, G_CEIL)."""
-    block, count = tl.program_id(0), tl.zeros((G_CEIL,), tl.int32)
+    block = tl.program_id(0)
+    count = tl.zeros((G_CEIL,), tl.int32)
     for chunk in range(chunks):
         r = (block * chunks + chunk) * C + tl.arange(0, C)
         count += tl.sum(_find_hits(ids_ptr, r, R, G, G_CEIL), 0)
@@ -268,11 +275,13 @@ def weigh_experts_backward(
 
 def group_rows(ids: Tensor, num_ids: int, num_rows: int) -> tuple[Tensor, ...]:
     """Return `group_by_expert`, with an int32 order."""
-    rows, sizes = ids.numel(), sizes_of_order(num_ids)
+    rows = ids.numel()
+    sizes = sizes_of_order(num_ids)
     chunks = rows // (sizes["C"] * PROGRAMS) + 1
     blocks = rows // (sizes["C"] * chunks) + 1
     counts = ids.new_empty(blocks, sizes["G_CEIL"], dtype=torch.int32)
-    results, numbers = empty_order(ids, num_ids, num_rows), (rows, num_ids, chunks)
+    results = empty_order(ids, num_ids, num_rows)
+    numbers = (rows, num_ids, chunks)
     with device_of(ids):
         count_kernel[(blocks,)](ids, counts, *numbers, **sizes)
         place_kernel[(blocks,)](ids, counts, *results, *numbers, ids.shape[1], num_rows, **sizes)

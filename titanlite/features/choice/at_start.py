@@ -84,7 +84,8 @@ def describe_model(checked: Checked, build: Build) -> Sizes:
     """Return the sizes of the model on GPUs. It is built only if it differs from the model of the
     latest call: a run chooses twice, and a plan for each proposal.
     """
-    job, config = checked.job, checked.model_config
+    job = checked.job
+    config = checked.model_config
     training = job.training
     dtypes = training.dtype, training.mixed_precision_param
     facts = config, training.seq_len, dtypes, job.lora, job.optimizer.freeze

@@ -90,7 +90,9 @@ def keep_choice(checked: Checked, progress: Progress) -> Choice | None:
     """Return the choice of the run that is resumed; None if it was for different ranks or another
     batch, or its checkpoint does not record it.
     """
-    saved, kinds, ranks = progress.identity, get_settings(), checked.degrees.world_size
+    saved = progress.identity
+    kinds = get_settings()
+    ranks = checked.degrees.world_size
     if progress.world_size != ranks or any(key not in saved for key in checked.unwritten):
         return None
     kept = Choice({key: kinds[key].kind(saved[key]) for key in checked.unwritten})
@@ -148,7 +150,8 @@ def _merit(choice: Choice) -> tuple[bool, float]:
 
 def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> Iterator[Choice]:
     """Yield every legal combination of the open settings, for steps of `batch` sequences."""
-    job, ranks = checked.job, checked.degrees.world_size
+    job = checked.job
+    ranks = checked.degrees.world_size
     parts = part_sizes(checked.model_config)
     usable = hardware.usable_bytes * (1 - _MARGIN)
     options = {key: [get_value(job, key)] for key in CHOSEN}

@@ -29,21 +29,30 @@ _FULL = 4
 _LOSS_CHUNK = 4096  # tokens whose logits exist at the same time
 # bytes held for a logit and its gradient; copies of the head in bfloat16 that are held with FSDP,
 # and without FSDP
-_LOGIT_BYTES, _HEADS, _WHOLE_HEADS = 2.4, 4.2, 2
+_LOGIT_BYTES = 2.4
+_HEADS = 4.2
+_WHOLE_HEADS = 2
 # bytes moved for a logit, and for a weight of the head in each chunk
-_LOGIT_TRAFFIC, _HEAD_TRAFFIC = 5, 45
+_LOGIT_TRAFFIC = 5
+_HEAD_TRAFFIC = 45
 _UNITS = 4.6  # layers in bfloat16 that FSDP holds in backward: two gathered, gradients of one
 # how often FSDP moves a gathered value in each direction, and the bytes that it moves for its
 # gradient
-_GATHER_COPIES, _REDUCE_COPIES = 1.5, 12
+_GATHER_COPIES = 1.5
+_REDUCE_COPIES = 12
 # bytes that clipping and AdamW move for a trained value, without its two moments
 _OPTIMIZER_BYTES = 24
 # bytes moved for the gradient of a value in a shard: to store it, to add another micro-batch's to
 # it, and to add it if FSDP does not shard the value
-_FIRST_BYTES, _SUM_BYTES, _WHOLE_BYTES = 8, 24, 16
+_FIRST_BYTES = 8
+_SUM_BYTES = 24
+_WHOLE_BYTES = 16
 # kernels of a layer without recomputation; more for experts, for their all-to-all, for copies at dp
 # = 1
-_KERNELS, _OF_EXPERTS, _OF_EXCHANGE, _OF_COPIES = 56, 33, 23, 12
+_KERNELS = 56
+_OF_EXPERTS = 33
+_OF_EXCHANGE = 23
+_OF_COPIES = 12
 _FORWARD = 0.4  # fraction of them in forward
 # fraction that is recomputed in backward
 _AGAIN = {"none": 0.0, "selective": 0.03, "keep_attention": 0.15, "full": 0.15}
@@ -58,11 +67,15 @@ _MOVED_AGAIN = {
 }
 # values moved for each feature of the residual stream: by routing, for a copy of a row that is
 # sent, and for that copy in recomputation
-_ROUTED, _SENT, _SENT_AGAIN = 16.5, 8.3, 2
+_ROUTED = 16.5
+_SENT = 8.3
+_SENT_AGAIN = 2
 # values moved for each of a row's features in experts that are not fused, and in recomputation
-_UNFUSED, _UNFUSED_AGAIN = 31, 24
+_UNFUSED = 31
+_UNFUSED_AGAIN = 24
 # the same for each of a row's features inside of experts with a clamped SwiGLU
-_CLAMPED, _CLAMPED_AGAIN = 170, 28
+_CLAMPED = 170
+_CLAMPED_AGAIN = 28
 _STATES = 3  # features that a delta net stores where attention stores one
 
 
@@ -103,13 +116,15 @@ class Sizes:
 
 def measure(model: Model, job: JobConfig) -> Sizes:
     """Return the sizes of `model`, unsharded and on meta."""
-    config, layers = model.config, model.all_layers()
+    config = model.config
+    layers = model.all_layers()
     layered = {param for layer in layers for param in layer.parameters()}
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {"dense": [], "experts": [], "outside": []}
     for name, param in model.named_parameters():
         kind = "outside" if param not in layered else "experts" if is_routed(name) else "dense"
         kinds[kind].append((name, param))
-    attention, mlp = 0, 0
+    attention = 0
+    mlp = 0
     for name, param in kinds["dense"]:
         shape = shape_of(param)
         if len(shape) == 2 and not is_adapter(name):
@@ -190,7 +205,8 @@ class Setup:
 
 def count_bytes(sizes: Sizes, setup: Setup) -> float:
     """Return a rank's bytes at the step's peak of memory."""
-    degrees, tokens = setup.degrees, setup.tokens
+    degrees = setup.degrees
+    tokens = setup.tokens
     dense_ranks, expert_ranks = degrees.fsdp * degrees.tp, degrees.efsdp * degrees.ep
     layers = max(sizes.num_layers / degrees.pp, 1)
     weights = gradients = 0.0
@@ -205,7 +221,8 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     if setup.is_offloaded:
         states = gradients = 0
     local_experts = sizes.experts.gathered / degrees.ep / sizes.num_layers
-    copies, unit = 0.0, sizes.dense.gathered / degrees.tp / sizes.num_layers
+    copies = 0.0
+    unit = sizes.dense.gathered / degrees.tp / sizes.num_layers
     if degrees.experts_on_own_mesh and degrees.efsdp == 1:
         copies = sizes.experts.copied / degrees.ep * layers / sizes.num_layers
         one = unit
@@ -233,7 +250,8 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
 
 def _kept(sizes: Sizes, setup: Setup) -> float:
     """Return the bytes that a layer stores of a token for its backward."""
-    hidden, layers = sizes.hidden_size, sizes.num_layers
+    hidden = sizes.hidden_size
+    layers = sizes.num_layers
     if setup.recomputes_layers:
         saved = sizes.attention_bytes if setup.mode == "keep_attention" else 0
         return _HALF * hidden + saved / layers
@@ -278,7 +296,10 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     As in a plan, kernels run one after another, and FSDP's collectives and the host's launches
     overlap with them, separately in forward and in backward.
     """
-    degrees, tokens, tp, ep = setup.degrees, setup.tokens, setup.degrees.tp, setup.degrees.ep
+    degrees = setup.degrees
+    tokens = setup.tokens
+    tp = setup.degrees.tp
+    ep = setup.degrees.ep
     memory, elementwise = hardware.rate("memory"), hardware.rate("elementwise")
     kernels = backward = 0.0
     has_wide_experts = sizes.expert_width >= 3 * 1024 * sizes.num_layers
@@ -337,7 +358,8 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     launches = _KERNELS + _OF_COPIES * (degrees.fsdp == 1)
     launches += _OF_EXPERTS * (sizes.num_experts > 0) + _OF_EXCHANGE * (ep > 1)
     launches *= sizes.num_layers
-    first, later = _FORWARD * launches, (1 - _FORWARD + _AGAIN[setup.mode]) * launches
+    first = _FORWARD * launches
+    later = (1 - _FORWARD + _AGAIN[setup.mode]) * launches
     return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
         backward + later * KERNEL_S,
         links + reduced + beside * (1 + setup.recomputes_layers),

@@ -95,7 +95,8 @@ def make_deterministic(job: JobConfig) -> None:
         )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  a pass over each new tensor
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
     # FlashAttention's backward obeys the flag above. These two do not, or select their algorithm
     # themselves.
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -164,7 +165,8 @@ def _run_kernel(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-_FLASH_3, _FLASH_3_PACKAGE = "FA3", "flash_attn_interface"
+_FLASH_3 = "FA3"
+_FLASH_3_PACKAGE = "flash_attn_interface"
 
 
 def use_flash_attention_3(

@@ -180,7 +180,8 @@ def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
     """Return `job` for a machine without the weights, and descriptions of the origins of weights
     and sizes.
     """
-    model, checkpoint = job.model, job.checkpoint
+    model = job.model
+    checkpoint = job.checkpoint
     weights = checkpoint.initial_load_path
     if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
         checkpoint = replace(checkpoint, initial_load_path="")
@@ -208,7 +209,9 @@ def plan_run(argv: Sequence[str], more: Sequence[str] = ()) -> Planned:
     chosen as in a run.
     """
     request = read_request([*argv, *more])
-    checked, known, hardware = request.check(), request.known, request.hardware
+    checked = request.check()
+    known = request.known
+    hardware = request.hardware
     choice, best = choose_all(checked, hardware)
     checked = take(checked, choice)
     stages = plan_stages(checked, hardware, rank=known.rank, every_layer=known.every_layer)

@@ -26,7 +26,8 @@ from titanlite.preflight import Checked
 
 # Axes whose collectives block layers; the collectives of other axes overlap with other layers.
 _WAITED_FOR = ("ep", "tp", "cp")
-_SYNCS, _HOST = "host synchronizations", "waiting for launches"
+_SYNCS = "host synchronizations"
+_HOST = "waiting for launches"
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def plan_step(
     checked: Checked, hardware: Hardware, *, rank: int = 0, every_layer: bool = False
 ) -> Estimate:
     """Compute the memory and the time of an optimizer step of `rank` on `hardware`."""
-    job, degrees = checked.job, checked.degrees
+    job = checked.job
+    degrees = checked.degrees
     trace = trace_step(checked, rank=rank, every_layer=every_layer)
     tokens = trace.micro_batches * job.training.local_batch_size * job.training.seq_len * degrees.dp
     memory = get_memory(trace, offload=job.training.enable_cpu_offload)
@@ -133,7 +135,8 @@ def plan_stages(
 ) -> dict[int, Estimate]:
     """Return the figures of a pipeline stage of each kind, by stage; `rank`'s stage is first."""
     degrees = checked.degrees
-    own, stages = degrees.stage_of(rank), stages_to_trace(checked.model_config, degrees)
+    own = degrees.stage_of(rank)
+    stages = stages_to_trace(checked.model_config, degrees)
     ranks = {own: rank} | {stage: stage * degrees.stage_size for stage in stages if stage != own}
     return {
         stage: plan_step(checked, hardware, rank=one, every_layer=every_layer)

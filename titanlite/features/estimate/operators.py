@@ -228,7 +228,8 @@ def measure(
         return Call("memory"), Work(syncs=1)
     product, flops = count_flops(func, args, kwargs, out)
     written = _written(func)
-    read, made = list(tensors_of((args, kwargs))), list(tensors_of(out))
+    read = list(tensors_of((args, kwargs)))
+    made = list(tensors_of(out))
     if func in _PICKING:
         nbytes = 2 * sum(map(_held, made))
     else:

@@ -115,7 +115,8 @@ def _candidates(base: Planned) -> Iterator[_Arguments]:
         if job.optimizer.name == "AdamW" and job.optimizer.state_dtype == "float32":
             yield ("--optimizer.state_dtype=bfloat16",)
         yield from _adapters(job)
-    training, model = job.training, base.checked.model_config
+    training = job.training
+    model = base.checked.model_config
     if isinstance(model, ModelConfig) and job.model.attention_backend == "sdpa":
         yield ("--model.attention_backend=varlen",)
     open_ones = base.choice.values

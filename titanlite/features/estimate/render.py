@@ -27,7 +27,8 @@ def render_verdict(
     """Render whether the run fits, its bound, speed and duration, the chosen settings, and the best
     ones.
     """
-    estimate, job = base.estimate, base.checked.job
+    estimate = base.estimate
+    job = base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
     start = (
@@ -64,7 +65,8 @@ def _choices(base: Planned, tokens: float) -> Iterator[str]:
     """Yield a line with the chosen settings, and one with the best settings if all were left
     open.
     """
-    given, best = base.choice, base.best
+    given = base.choice
+    best = base.best
     if given.values:
         yield f"chosen    {given}"
     rate = base.rate * best.rate / given.rate if given.rate else 0.0
@@ -113,7 +115,8 @@ def _count(number: float) -> str:
 
 def _length(estimate: Estimate, steps: int, tokens: float | None) -> str:
     if tokens is None and not steps:
-        tokens, name = 1e9, "1 B tokens; the size of an epoch depends on the data"
+        tokens = 1e9
+        name = "1 B tokens; the size of an epoch depends on the data"
     else:
         tokens = float(steps * estimate.tokens) if tokens is None else tokens
         name = (
@@ -142,7 +145,9 @@ def _hours(hours: float) -> str:
 
 def render_memory(estimate: Estimate, rank: int) -> str:
     """Render the memory of `rank` at the step's peak, against the GPU's memory."""
-    memory, hardware, padding = estimate.memory, estimate.hardware, estimate.trace.padding
+    memory = estimate.memory
+    hardware = estimate.hardware
+    padding = estimate.trace.padding
     padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
     host = " on the host" if memory.on_host else ""
     rows = [
@@ -166,7 +171,8 @@ def render_stages(stages: Mapping[int, Estimate]) -> str:
     """Render memory and time of the pipeline stages; a step takes as long as the slowest."""
     rows = [("stage", "ranks", "layers", "micro-batches open", "memory", "", "expected")]
     for stage, estimate in sorted(stages.items()):
-        degrees, trace = estimate.degrees, estimate.trace
+        degrees = estimate.degrees
+        trace = estimate.trace
         first = stage * degrees.stage_size
         ranks = (
             f"{first}-{first + degrees.stage_size - 1}" if degrees.stage_size > 1 else str(first)
@@ -190,7 +196,9 @@ def render_parts(estimate: Estimate) -> str:
     """Render the parts of the time of an average micro-batch of this rank, with its share of
     once-per-step work.
     """
-    time, trace, peak = estimate.time, estimate.trace, estimate.hardware.flops / 1e12
+    time = estimate.time
+    trace = estimate.trace
+    peak = estimate.hardware.flops / 1e12
     count = trace.micro_batches
     rows = [("per micro-batch", "TFLOP", "GB", "calls", "exposed ms", "hidden ms")]
     for name, part in sorted(time.parts.items(), key=lambda item: -item[1].exposed_s):
@@ -226,8 +234,10 @@ def render_sweep(found: Sequence[Planned]) -> str:
     rows = [("degrees", "checkpointing", "memory", "expected", "at best")]
     fitting = [one for one in found if one.fits]
     for one in (fitting or found)[:_MOST_SWEPT]:
-        estimate, mode = one.estimate, one.checked.job.activation_checkpoint.mode
-        memory, best = format_memory(estimate.memory.total), f"{estimate.best_rate:,.0f}"
+        estimate = one.estimate
+        mode = one.checked.job.activation_checkpoint.mode
+        memory = format_memory(estimate.memory.total)
+        best = f"{estimate.best_rate:,.0f}"
         rows.append((str(estimate.degrees), mode, memory, f"{_rate(one.rate)} per GPU", best))
     title = f"{len(fitting)} of {len(found)} legal combinations of degrees fit {gpu}; the fastest:"
     if not fitting:

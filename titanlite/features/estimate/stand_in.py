@@ -129,7 +129,8 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
     """Report the segments of a step to `recorder`, while `trainer` runs one step; works for real
     trainers too.
     """
-    model, enter = trainer.model, trainer.enter
+    model = trainer.model
+    enter = trainer.enter
     layers = model.decoder_layers()
     sharded = dict.fromkeys(model.parameters())  # FSDP2 replaces them by gathered parameters
     turns = {"forward": -1, "backward": -1}  # index of the latest micro-batch in each phase

@@ -143,7 +143,8 @@ class Repetition(NamedTuple):
 
 def find_repetition(checked: Checked, stage: int) -> Repetition | None:
     """Find how few layers represent all layers of a pipeline stage; None: trace all."""
-    job, degrees = checked.job, checked.degrees
+    job = checked.job
+    degrees = checked.degrees
     named = (job.optimizer.freeze, job.optimizer.lr_multipliers, job.lora.targets)
     # The owners of Muon's matrices do not repeat from layer to layer.
     if job.optimizer.name == "Muon" or any(re.search(r"\.[\d\[]", names) for names in named):
@@ -172,15 +173,18 @@ def find_repetition(checked: Checked, stage: int) -> Repetition | None:
 
 def _list_kinds(checked: Checked, stage: int) -> list[Any]:
     """Return a value for each layer of a pipeline stage, the same for equal layers."""
-    job, model_config = checked.job, checked.model_config
-    section, turns = job.activation_checkpoint, 1
+    job = checked.job
+    model_config = checked.model_config
+    section = job.activation_checkpoint
+    turns = 1
     if section.mode == "selective" and section.selective_ac_option != "op":
         turns = int(section.selective_ac_option)
     if isinstance(model_config, ModelConfig):
         kinds = [*stage_layers(model_config, checked.degrees, stage)]
     else:
         model: Any = build_unsharded(job, model_config, "cuda")
-        layers, config = model.decoder_layers(), model.transformers_model.config.get_text_config()
+        layers = model.decoder_layers()
+        config = model.transformers_model.config.get_text_config()
         if len(layers) != model_config.num_layers:  # includes a vision tower's layers
             return [*range(len(layers))]
         types = getattr(config, "layer_types", None) or [""] * len(layers)
@@ -215,7 +219,8 @@ def _with_layers(checked: Checked, stage: int, count: int) -> Checked:
     """Return `checked` with only the first `count` layers of one pipeline stage; other stages are
     unchanged.
     """
-    model_config, degrees = checked.model_config, checked.degrees
+    model_config = checked.model_config
+    degrees = checked.degrees
     if not isinstance(model_config, ModelConfig):
         return replace(checked, model_config=cut_layers(model_config, count))
     sizes = degrees.stage_sizes(model_config.num_layers)
@@ -237,7 +242,8 @@ def _trace(checked: Checked, split: int | None, rank: int, device_type: DeviceTy
     """
     # traced uncompiled; compiled code stores no more
     uncompiled = {"compile.enable": False, "training.enable_cpu_offload": False}
-    job, degrees = set_values(checked.job, uncompiled), checked.degrees
+    job = set_values(checked.job, uncompiled)
+    degrees = checked.degrees
     repeats = _repeats(count_micro_batches(job, degrees.dp), job, degrees)
     with fake_ranks(degrees.world_size, rank):
         trainer = StandInTrainer(replace(checked, job=job), device_type)

@@ -30,7 +30,10 @@ from titanlite.features.estimate.operators import (
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
 
-GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES = "gradients", "activations", "FSDP units", "temporaries"
+GRADIENTS = "gradients"
+ACTIVATIONS = "activations"
+UNITS = "FSDP units"
+TEMPORARIES = "temporaries"
 PERSISTENT = "persistent"
 _REFERENCES = {
     GRADIENTS: _MemRefType.GRAD,
@@ -68,13 +71,13 @@ class Kind(NamedTuple):
     call: Call
 
 
-ATTENTION, DENSE, GROUPED, ROUTING = (
-    "attention",
-    "dense GEMM",
-    "grouped GEMM",
-    "routing and permutation",
-)
-ELEMENTWISE, HEAD, FSDP = "norms / rope / elementwise", "head and loss", "FSDP copies"
+ATTENTION = "attention"
+DENSE = "dense GEMM"
+GROUPED = "grouped GEMM"
+ROUTING = "routing and permutation"
+ELEMENTWISE = "norms / rope / elementwise"
+HEAD = "head and loss"
+FSDP = "FSDP copies"
 OPTIMIZER = "clipping and optimizer"
 PARTS = (ATTENTION, DENSE, GROUPED, ROUTING, ELEMENTWISE, HEAD, FSDP, OPTIMIZER)
 _ROUTING_OPS = {
@@ -130,7 +133,8 @@ class StepRecorder(MemTracker):
         self.work: dict[Kind, Work] = {}
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
-        self._segment, self._most = Segment(-1, "optimizer"), -1
+        self._segment = Segment(-1, "optimizer")
+        self._most = -1
         self._begun = Counter([self._segment[:3]])
         # By address. Held, because a freed storage would leave its address to a new one.
         self._persistent: dict[int, torch.UntypedStorage] = {}
@@ -163,7 +167,8 @@ class StepRecorder(MemTracker):
     def begin(self, micro_batch: int, phase: str, layer: int | None = None) -> None:
         """Begin a segment, and end the previous one."""
         place = micro_batch, phase, layer
-        self._segment, self._most = Segment(*place, self._begun[place]), -1
+        self._segment = Segment(*place, self._begun[place])
+        self._most = -1
         self._begun[place] += 1
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:

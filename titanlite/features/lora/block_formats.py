@@ -357,7 +357,9 @@ class _FrozenProduct(torch.autograd.Function):
         backend: GroupedGemmBackend,
     ) -> torch.Tensor:
         ctx.save_for_backward(records, offsets)
-        ctx.layout, ctx.width, ctx.backend = layout, x.shape[-1], backend
+        ctx.layout = layout
+        ctx.width = x.shape[-1]
+        ctx.backend = backend
         weight = decode_blocks(records, layout, x.shape[-1], x.dtype)
         return (
             F.linear(x, weight, bias)

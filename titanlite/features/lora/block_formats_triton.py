@@ -12,7 +12,9 @@ import triton.language as tl
 from titanlite.features.lora.block_formats import BlockFormat
 from titanlite.ops.launchers import cdiv, device_of
 
-VALUES, WARPS = 4096, 8  # per program
+# per program
+VALUES = 4096
+WARPS = 8
 
 
 def decode_blocks(
@@ -23,7 +25,8 @@ def decode_blocks(
     """
     if records.data_ptr() % 4:  # in a larger buffer, the float32 scales may not be aligned
         records = records.clone()
-    count, at_once = records.numel() // layout.record_bytes, VALUES // layout.block
+    count = records.numel() // layout.record_bytes
+    at_once = VALUES // layout.block
     pointers = (records, records.view(torch.float32), table, out)
     sizes = (count, records.shape[-2], out.shape[-1])
     constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}

@@ -106,7 +106,8 @@ def _add_expert_adapters(
     """
     sources: dict[str, Source] = {}
     for name in sorted(adapted):
-        weight, prefix = getattr(experts, name), name.removesuffix("proj")
+        weight = getattr(experts, name)
+        prefix = name.removesuffix("proj")
         num_experts, out_features, in_features = (
             weight.mT if getattr(experts, "is_transposed", False) else weight
         ).shape
@@ -169,7 +170,8 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
         return
     for param in model.parameters():
         param.requires_grad_(False)
-    targets, root = _targets(model, section), root_of(model)
+    targets = _targets(model, section)
+    root = root_of(model)
     with torch.device("meta"):
         for name, adapted in targets.items():
             module = root.get_submodule(name)

@@ -48,7 +48,8 @@ class MergedSource:
     """
 
     def __init__(self, source: SourceProvider, folder: Path, model: Model) -> None:
-        self.name, self.complete = source.name, source.complete
+        self.name = source.name
+        self.complete = source.complete
         self._source, self._folder, self._model = source, folder, model
         self._stored, self._config = read_adapter(folder)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -168,7 +169,9 @@ class _MergingReader:
     proves_coverage = False
 
     def __init__(self, inner: TensorReader, corrections: _Corrections) -> None:
-        self.name, self._inner, self._corrections = inner.name, inner, corrections
+        self.name = inner.name
+        self._inner = inner
+        self._corrections = corrections
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         read_quietly(

@@ -103,7 +103,8 @@ def adapter_place(
     """Return key and shape on disk of the adapter `name` of global `shape`; `names` has all
     adapters of `model`.
     """
-    match, key_of = _EXPERT_ADAPTER.fullmatch(name), layout_of(model).key
+    match = _EXPERT_ADAPTER.fullmatch(name)
+    key_of = layout_of(model).key
     if match is None:
         module, _, leaf = name.rpartition(".")
         key = f"{PREFIX}{key_of(module)}.{leaf}.weight"
@@ -217,7 +218,8 @@ def read_adapter(folder: Path, prefix: str = "") -> tuple[Stored, AdapterConfig]
         )
     raise_problems(CheckpointError, where, problems)
     scaling = float(alpha) / (rank**0.5 if table.get("use_rslora") else rank)
-    parameters, revision = table.get("target_parameters") or [], table.get("revision")
+    parameters = table.get("target_parameters") or []
+    revision = table.get("revision")
     base = table.get("base_model_name_or_path")
     name = base if isinstance(base, str) else ""
     if name and isinstance(revision, str) and not Path(name).exists():
@@ -289,7 +291,8 @@ class _AdapterReader:
     """A `TensorReader` whose stored tensors may have a different order of dims."""
 
     def __init__(self, inner: SafetensorsReader, places: Mapping[str, AdapterPlace]) -> None:
-        self.name, self.proves_coverage = inner.name, inner.proves_coverage
+        self.name = inner.name
+        self.proves_coverage = inner.proves_coverage
         self._inner, self._places = inner, places
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
@@ -303,7 +306,8 @@ class _AdapterReader:
         requests: Sequence[ReadRequest],
         read: Callable[[Sequence[ReadRequest]], None],
     ) -> None:
-        inner, staged = list[ReadRequest](), list[tuple[torch.Tensor, torch.Tensor]]()
+        inner = list[ReadRequest]()
+        staged = list[tuple[torch.Tensor, torch.Tensor]]()
         for request in requests:
             place = self._places[request.name]
             view = request.destination.permute(place.order)
@@ -329,7 +333,8 @@ class PeftFormat(HFFormat):
         self._lora = lora
 
     def initial_sources(self, model: Model) -> list[SourceProvider]:
-        sources, section = super().initial_sources(model), self._lora
+        sources = super().initial_sources(model)
+        section = self._lora
         if section.init_from:
             sources.append(
                 adapter_checkpoint(

@@ -33,7 +33,9 @@ from titanlite.metrics.point import Results
 _LEFT_OUT = ("job", "metrics", "profiling", "comm")
 _LEFT_OUT_KEYS = ("checkpoint.folder", "data.cache_folder", "checkpoint.push_to_hub")
 _LICENSE = re.compile(r"(license|license_name|license_link):\s*(\S.*)")
-_TAG, _DATASETS = "- titanlite", "datasets:"  # lines of the header
+# lines of the header
+_TAG = "- titanlite"
+_DATASETS = "datasets:"
 _QUOTES = "\"'"
 
 

@@ -16,8 +16,12 @@ from titanlite.ops.kernels import define_operator, has_triton
 
 _AT_ONCE = 1 << 18  # elements; more do not fit the caches of a CPU core
 _LOW = 0xFFFF
-STEP_FACTOR, HIGH_FACTOR = 0x9E3779B1, 0x85EBCA6B  # odd, with irregular bits
-FIRST_FACTOR, SECOND_FACTOR = 0x7FEB352D, 0x846CA68B  # of `lowbias32` (Wellons, 2018)
+# odd, with irregular bits
+STEP_FACTOR = 0x9E3779B1
+HIGH_FACTOR = 0x85EBCA6B
+# of `lowbias32` (Wellons, 2018)
+FIRST_FACTOR = 0x7FEB352D
+SECOND_FACTOR = 0x846CA68B
 
 
 class Rates(NamedTuple):

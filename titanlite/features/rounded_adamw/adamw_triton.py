@@ -15,7 +15,8 @@ from titanlite.features.rounded_adamw.adamw import (
 )
 from titanlite.ops.launchers import INTERPRETED, cdiv, device_of
 
-BLOCK, WARPS = 64 if INTERPRETED else 1024, 4
+BLOCK = 64 if INTERPRETED else 1024
+WARPS = 4
 FACTORS = {"STEP": STEP_FACTOR, "HIGH": HIGH_FACTOR, "ONE": FIRST_FACTOR, "TWO": SECOND_FACTOR}
 
 
@@ -79,7 +80,8 @@ def adamw_kernel(
     if found_inf_ptr is not None:  # noqa: SIM102  constant: without a pointer nothing is loaded
         if tl.load(found_inf_ptr) != 0.0:
             return
-    start, inside = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    inside = tl.arange(0, BLOCK)
     place = start + inside
     mask = place < N
     count = tl.load(step_ptr)
@@ -127,7 +129,8 @@ def adamw_rounded(
     for beta in (beta1, beta2):
         numbers += [beta, 1 - beta, math.log(max(beta, sys.float_info.min))]
     tensors = (param, grad, exp_avg, exp_avg_sq, step, found_inf)
-    columns, count = param.shape[1], param.numel()
+    columns = param.shape[1]
+    count = param.numel()
     options = {**FACTORS, "WHOLE_ROWS": columns == row, "BLOCK": BLOCK, "num_warps": WARPS}
     with device_of(param):
         grid = (cdiv(count, BLOCK),)

@@ -69,12 +69,17 @@ class RoundedAdamW(LocalAdamW):
         rates: Rates,
     ) -> None:
         """Update this rank's part of one parameter; `tensors` are local."""
-        region, shape = region_of(param), tuple(param.shape)
+        region = region_of(param)
+        shape = tuple(param.shape)
         if not region.numel:
             return
-        width, column, columns = 1, 0, 1
+        width = 1
+        column = 0
+        columns = 1
         if len(shape) > 1:
-            width, column, columns = shape[-1], region.starts[-1], region.lengths[-1]
+            width = shape[-1]
+            column = region.starts[-1]
+            columns = region.lengths[-1]
         rows = [tensor.reshape(-1, columns) for tensor in tensors]
         done = 0
         for start, count in region.row_runs(shape):

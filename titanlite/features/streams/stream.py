@@ -203,7 +203,9 @@ class StreamDataset(ExampleSequences):
         """
         if self._reader is None or self._reader[0] != place:
             self._reader = (place, self.rows.iterate_from(*place))
-        (_, reader), self._reader = self._reader, None  # a reader that raised cannot continue
+        # a reader that raised cannot continue
+        _, reader = self._reader
+        self._reader = None
         data = self.data
         batch = list(islice(reader, data.streaming_block_rows))
         end = _START

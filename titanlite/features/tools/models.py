@@ -217,7 +217,9 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
     except CheckpointError as error:
         if not problems:
             raise
-        lines, tensors = [f"  model      {error}"], []  # damage, which the manifest names
+        # damage, which the manifest names
+        lines = [f"  model      {error}"]
+        tensors = []
     print("\n".join([str(folder), *lines]))
     if has_manifest:
         looked_at = "sizes and checksums" if checksums else "sizes"

@@ -282,7 +282,9 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, shapes)
         if name not in shapes and key in shapes:
-            name, pattern = key, None  # already the tensor's name in memory
+            # already the tensor's name in memory
+            name = key
+            pattern = None
         if name in shapes:
             targets[key] = name, pattern
         else:

@@ -37,12 +37,15 @@ def certify_checkpoints(parts: Parts) -> None:
     Raises CheckpointError: the certificate of the checkpoint that the run resumes from is damaged.
     Collective: every rank must call.
     """
-    run, stepper = parts.run, parts.stepper
-    job, start = run.job, run.start
+    run = parts.run
+    stepper = parts.stepper
+    job = run.job
+    start = run.start
     if not job.checkpoint.enable:
         return
     known = on_first_rank(lambda: read_certificate(start.folder) if start else {})
-    base, path = known.get("base", {}), job.checkpoint.initial_load_path
+    base = known.get("base", {})
+    path = job.checkpoint.initial_load_path
     # `certify` must not hold the checkpointer, which holds it: the folder's lock ends with the run.
     group = parts.checkpointer.group
     entries = {entry.fqn: entry for entry in parts.plan.entries}
@@ -91,7 +94,8 @@ def certify_checkpoints(parts: Parts) -> None:
                 logger.warning("certificate: without digests of the base: %s", error)
 
         def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
-            done, first = stepper.first, known.get("first_step")
+            done = stepper.first
+            first = known.get("first_step")
             if done is not None and run.first_step == 0:
                 first = f"loss {done.loss.item():.4g}, gradient norm {done.grad_norm.item():.4g}"
             rows = {item.key: row(item, digests[item.key]) for item in items}

@@ -115,7 +115,8 @@ def _kind_of(look: Look) -> object:
 
 def _looks(stored: StoredTensor) -> Iterator[Look]:
     is_split = "expert" in stored.key and len(stored.shape) > 2
-    experts, shape = stored.shape[:is_split], stored.shape[is_split:]
+    experts = stored.shape[:is_split]
+    shape = stored.shape[is_split:]
     rows = math.prod(experts)
     size = stored.nbytes // max(rows, 1)
     group = next(name for name, pattern in GROUPS.items() if re.search(pattern, stored.key))
