@@ -347,7 +347,6 @@ def _import_everything():
     """
     import numpy.ma  # noqa: F401 - a step does
     import torch
-    import torch._dynamo  # FSDP imports it in every rank otherwise
     import torch.utils.tensorboard
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast  # noqa: F401
 

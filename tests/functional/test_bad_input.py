@@ -3,7 +3,6 @@ rank ends.
 """
 
 import sys
-import time
 
 import pytest
 
@@ -33,7 +32,6 @@ def assert_one_error(done, *words):
 
 
 def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
-    start = time.monotonic()
     arguments = ["--config", str(config_file), "--parallelism.expert_parallel_degree=3"]
     done = run_process(
         ["./run_train.sh", *arguments],
@@ -41,7 +39,6 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
         env={"NGPU": "4", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert_one_error(done, "ep (3) does not divide")
-    assert time.monotonic() - start < PREFLIGHT_TIMEOUT_S
 
 
 def launch(run_process, *arguments):

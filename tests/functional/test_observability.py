@@ -16,10 +16,6 @@ SLEEP_S = 0.8
 SLOW_STEP, SLOW_RANK = 2, 2  # where the data are late
 
 
-def read(folder, name):
-    return read_lines(folder / name)
-
-
 def disturb(trainer, degrees):
     """Make this rank's data late once. Row r of a batch ends 2 r tokens early, and in the first
     step 8 tokens more.
@@ -56,7 +52,7 @@ def test_metrics_show_who_waits_for_data_and_leave_out_padding_once(
 
     run_ranks(4, rank_main)
     folder = tmp_path / "run"
-    points = {point["step"]: point for point in read(folder, "metrics.jsonl")}
+    points = {point["step"]: point for point in read_lines(folder / "metrics.jsonl")}
     assert points.keys() == {1, 2, 3}
     for step, point in points.items():
         phases = [
@@ -94,4 +90,4 @@ def test_metrics_show_who_waits_for_data_and_leave_out_padding_once(
     assert environment["world_size"] == 4 and environment["versions"]["torch"] == torch.__version__
     (machine,) = environment["machines"].values()
     assert machine["ranks"] == [0, 1, 2, 3] and sum(machine["devices"].values()) == 4
-    assert [event["kind"] for event in read(folder, "events.jsonl")] == ["start", "end"]
+    assert [event["kind"] for event in read_lines(folder / "events.jsonl")] == ["start", "end"]

@@ -2,7 +2,6 @@
 action.
 """
 
-import os
 import signal
 import time
 from textwrap import indent
@@ -178,4 +177,3 @@ def test_sigterm_while_loading_and_in_a_step_longer_than_the_grace(run, tmp_path
         in out
     )
     assert list_steps(tmp_path / "run/checkpoint") == [2] and "Starting all ranks again" not in out
-    assert os.path.isdir(tmp_path / "run")
