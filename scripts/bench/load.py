@@ -5,9 +5,10 @@ CPU ranks.
     python scripts/bench/load.py --size-gb 1.0 --ranks 4 --rounds 3 --save
 
 Makes a random Qwen3-MoE checkpoint in TMPDIR, then runs every way in every round, in rotating order,
-each time in freshly forked processes, model build included, with the files in the page cache and
-after all free memory that a run may get was touched. After each run, outside the clock, every
-parameter is compared with the checkpoint bit for bit, so that a way that loads garbage fails.
+each time in freshly forked processes, model build included, with the files in the page cache. In a
+virtual machine the first runs may pay for memory that comes from the host: take several rounds.
+After each run, outside the clock, every parameter is compared with the checkpoint bit for bit, so
+that a way that loads garbage fails.
 
 wall s     from the first rank's start to the last rank's end: median over the rounds, then lowest and highest
 CPU s      user and system time of all threads of all ranks
@@ -20,7 +21,6 @@ import argparse
 import ctypes
 import gc
 import importlib
-import mmap
 import multiprocessing
 import os
 import platform
@@ -84,9 +84,6 @@ _SHAPES = (
 )
 _SAMPLE_EVERY_S = 0.005
 _TIMEOUT_S = 600
-# Free memory that is not touched, in huge pages and then in small ones: the page cache must not
-# have to give way.
-_LEFT_BYTES = {True: 1_500_000_000, False: 400_000_000}
 # RssAnon of /proc/<pid>/status is the counter behind "Anonymous:" of smaps_rollup (equal to the
 # byte), read in 0.02 ms. smaps_rollup took 3 ms for 0.7 GB, and holds up the page faults of the
 # measured process, whose tables it walks. The other two count memory that no file backs either: a
@@ -207,7 +204,6 @@ def run_rounds(
                 continue
             said = f"{part} round {number + 1}: {name}"
             try:
-                touch_memory()
                 ranks = run_way(ways[name], arguments.ranks)
             except WayFailed as error:
                 print(f"{said} failed: {' '.join(str(error).split())[-300:]}", flush=True)
@@ -362,44 +358,6 @@ def run_alone(function: Callable[[], None]) -> None:
     process.join()
     if process.exitcode:
         raise WayFailed(f"exit code {process.exitcode}")
-
-
-def touch_memory() -> None:
-    """Touch and free nearly all free memory, in a process of its own.
-
-    In a virtual machine, memory that lay idle may have to come from the host first: each run would
-    be charged for what it happens to get. Plain copying took 1.2 CPU s instead of 0.57 so, and
-    where the guest reports free memory to the host, huge pages, which come out of the largest free
-    blocks, took 2.4 s per 0.75 GB instead of 0.5. So it touches huge pages first, and small ones in
-    what they cannot use: with huge pages alone, small ones, which come out of the smallest free
-    blocks, took 1.7 to 4.5 s per GB instead of 0.6 to 1.0.
-    """
-
-    def touch() -> None:
-        taken = []
-        for advice, left in _LEFT_BYTES.items():
-            free = os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE
-            length = min(free, left_in_group()) - left
-            if length < mmap.PAGESIZE:
-                continue
-            memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE if advice else mmap.MADV_NOHUGEPAGE)
-            for start in range(0, length, mmap.PAGESIZE):
-                memory[start] = 1
-            taken.append(memory)
-
-    run_alone(touch)
-
-
-def left_in_group() -> int:
-    """What the control group of this process may still take, in bytes."""
-    with suppress(OSError, ValueError):
-        folder = Path(
-            "/sys/fs/cgroup", Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
-        )
-        used = int((folder / "memory.current").read_text())
-        return int((folder / "memory.max").read_text()) - used  # "max" is no number
-    return sys.maxsize
 
 
 # --- the checkpoint
