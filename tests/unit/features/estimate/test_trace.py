@@ -147,7 +147,7 @@ def test_stages_are_alike_if_their_layers_are(checked, layers, traced):
 def test_layers_named_by_number_are_all_traced(checked):
     for patterns, is_traced_whole in (("*.layers.3.*", True), ("*.mlp.*", False)):
         job = checked(2, 10, f"--optimizer.freeze={patterns}")
-        found = find_repetition(job.job, job.model_config, job.degrees, 0)
+        found = find_repetition(job, 0)
         assert (found is None) == is_traced_whole
 
 
