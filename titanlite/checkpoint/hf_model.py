@@ -182,8 +182,8 @@ class StoredWeights:
         return Read(self.reader, name, shape, self._keeps_float32(part.stored for part in parts))
 
     def _keeps_float32(self, parts: Iterable[StoredTensor]) -> bool:
-        """Return True if a tensor that consists of `parts` is saved in float32 again; not if they
-        are its full-precision copy, which is stored beside it.
+        """Return True if a tensor that consists of `parts` is saved in float32 again. False if
+        `parts` are the full-precision copy that is stored in addition to the tensor.
         """
         wide = (part.key for part in parts if part.dtype in _WIDE)
         return self.stored.keeps_float32 and any(not k.startswith(MASTER_PREFIX) for k in wide)

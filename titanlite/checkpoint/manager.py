@@ -90,8 +90,8 @@ class Checkpointer:
         return section.enable and section.interval > 0 and step % section.interval == 0
 
     def has_saved(self, step: int) -> bool:
-        """Return True if the checkpoint of `step` exists: this run wrote it last, or resumed from
-        it.
+        """Return True if the checkpoint that this run saved last, or resumed from if it has saved
+        none, is that of `step`.
         """
         return self._saved_step == step
 
@@ -198,8 +198,8 @@ class Checkpointer:
 
     @contextmanager
     def _on_save_error(self, step: int) -> Generator[None]:
-        """Raise a `CheckpointError` of the body, which saves `step`, or only warn:
-        `checkpoint.on_save_error` decides.
+        """Handle a `CheckpointError` while the body saves `step`: raise it, or log a warning and
+        continue, as `checkpoint.on_save_error` says.
         """
         try:
             yield

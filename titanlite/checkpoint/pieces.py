@@ -66,9 +66,9 @@ class Piece:
     """The place of a region of a run-time tensor in a checkpoint tensor; `key` and `shape` are as
     on disk.
 
-    On disk the region is contiguous and starts at `row`; the stored tensor may have another number
-    of dims. Several pieces with the same key are in the order of their rows, and together fill the
-    tensor.
+    On disk the region is contiguous and starts at `row`; the stored tensor may have a different
+    number of dims. Several pieces with the same key are in the order of their rows, and together
+    fill the tensor.
     """
 
     key: str
@@ -78,15 +78,16 @@ class Piece:
     is_transposed: bool = False  # on disk the last two dims of the region are swapped
 
     def as_stored(self, box: Region) -> Region:
-        """Return `box`, a part of the region, relative to the region, with dims in the order on
-        disk.
+        """Return `box`, a part of the region, in coordinates relative to the region and with dims
+        in the order on disk.
         """
         here = box.within(self.region)
         return here.transposed() if self.is_transposed else here
 
     def runs(self, box: Region) -> Iterator[tuple[int, int]]:
-        """Yield (first element of the checkpoint tensor, number of elements) of the ranges that
-        hold `box`, in the order of `as_stored(box)`.
+        """Yield the ranges of the checkpoint tensor that hold `box`, as (index of the first
+        element, number of elements). One after another, they hold the elements of `as_stored(box)`
+        in row-major order.
         """
         before = self.row * math.prod(self.shape[1:])
         for first, count in self.as_stored(box).runs(self.as_stored(self.region).lengths):
@@ -174,8 +175,8 @@ def stored_rows(name: str, config: ModelConfig) -> Iterable[tuple[int, int]]:
 def find_passthrough(
     keys: Iterable[str], used: Collection[str], patterns: Iterable[str] = ()
 ) -> list[str]:
-    """Return the passthrough tensors among the stored `keys`: tensors that the model, which reads
-    `used`, does not have on purpose.
+    """Return the passthrough tensors among the stored `keys`: tensors that the model does not have,
+    by design. `used` are the keys that the model reads.
 
     Such a tensor matches `patterns`, which transformers' class ignores; or it is in a part that
     `_PART` names, or in a layer for multi-token prediction, and the model reads nothing from that

@@ -26,11 +26,12 @@ _MXFP4_BLOCK = (1, 32)
 def attach_scales(
     tensors: Mapping[str, StoredTensor], declared: tuple[int, int] | None
 ) -> dict[str, StoredTensor]:
-    """Return `tensors` with the scales of each quantized weight inside its entry, not as separate
-    entries. Scales of activations are dropped.
+    """Return `tensors` with the scales of each quantized weight in the weight's entry; separate
+    entries of scales are removed. Scales of activations are dropped.
 
-    An MXFP4 weight is one tensor, `name`, with the shape of its values. `declared` is the block of
-    FP8 weights in config.json, or None for one scale per tensor.
+    The two stored tensors of an MXFP4 weight become one entry, `name`, with the shape of the
+    weight's values. `declared` is the size of a block of FP8 weights in config.json, or None for
+    one scale per tensor.
     """
     found = dict(tensors)
     for key, tensor in tensors.items():
@@ -57,7 +58,9 @@ def attach_scales(
 
 
 def detach_scales(tensor: StoredTensor) -> list[StoredTensor]:
-    """Return the tensors under which a folder has an MXFP4 weight; else `tensor` alone."""
+    """Return the tensors that a folder stores for `tensor`: codes and scales of an MXFP4 weight,
+    otherwise `tensor` itself.
+    """
     if not tensor.is_packed or tensor.scale is None:
         return [tensor]
     shape = (*tensor.shape[:-1], tensor.shape[-1] // _MXFP4_BLOCK[1], _MXFP4_BLOCK[1] // 2)

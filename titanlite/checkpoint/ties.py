@@ -1,4 +1,6 @@
-"""Ties of the configuration that the stored tensors contradict."""
+"""Removal of ties between weights: config.json declares them, but the tied tensors are stored with
+different values.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -81,8 +81,8 @@ def _named_states(
     plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield key and tensor of every state, in the plan's order. States on other pipeline stages are
-    meta tensors. If a parameter has no states while others have some, a mark is yielded in their
-    place.
+    meta tensors. If a parameter has no states while other parameters have some, a marker is yielded
+    in place of its states.
     """
     trained = _trained(plan, optimizer)
     stepped = {entry.fqn for entry, _ in trained if entry.tensor in optimizer.state}

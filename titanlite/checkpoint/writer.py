@@ -146,8 +146,8 @@ def write_items(
     """Write this rank's items in place and flush them to the disk; return this rank's part of each
     file's `checksum`.
 
-    `text` begins the log line. This rank's summands of the items' digests are added to `digests`,
-    by key, for the keys in it.
+    `text` begins the log line. `digests` maps keys of items to digests: this rank's summands of
+    these items are added to it.
     """
     sums_of_files: dict[str, _Sums] = {}
     digests = {} if digests is None else digests

@@ -75,8 +75,9 @@ class ExpertParallelDispatcher:
         """Decide which token copies go to which rank, exchange expert ids, and group the received
         rows by expert.
 
-        In the result, `rows_Tk` lists the copies sent of each token, and `rows_Pk` lists the rows
-        made of each received copy, at most k.
+        In the result, `rows_Tk` has the index of the copy that is sent for each choice of a token;
+        C or more means that no copy is sent for it. `rows_Pk` has the indices of the rows that are
+        made of each received copy, at most k; Q or more means no row.
         """
         size = self._size
         local = num_experts // size

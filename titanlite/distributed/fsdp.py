@@ -339,8 +339,8 @@ def _find_total(param: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def _take_gradient(find_param: "ref[nn.Parameter]", copy: torch.Tensor) -> None:
-    """Add the gradient of a copy to that of its parameter. There is none if the matmul has added it
-    already.
+    """Add the gradient of a copy to the gradient of its parameter. The copy has no gradient if the
+    matmul has already added it to the parameter's.
     """
     grad = copy.grad
     copy.grad = None
@@ -354,11 +354,11 @@ def _take_gradient(find_param: "ref[nn.Parameter]", copy: torch.Tensor) -> None:
 
 
 def _prefetch_nothing_in_backward(units: Iterable[nn.Module]) -> None:
-    """Turn off backward prefetching, for units that are gathered once per step and for a pipeline
-    stage's first units.
+    """Turn off FSDP2's backward prefetching for `units`. Call it for units that are gathered once
+    per step, and for a pipeline stage's first units.
 
-    FSDP2 keeps one list of units over all micro-batches, so it would prefetch the last unit again
-    before the first one.
+    FSDP2 keeps one list of units over all micro-batches. Before the backward of the first unit, it
+    would prefetch the last unit again.
     """
     modules: Any = units  # FSDPModules, which their static type does not show
     for module in modules:

@@ -83,8 +83,8 @@ def _replicated_grads(params: Iterable[torch.nn.Parameter]) -> Iterator[torch.Te
 def measure_grads(
     groups: Mapping[str, Sequence[torch.nn.Parameter]], dims: ParallelDims, device: torch.device
 ) -> torch.Tensor:
-    """Return this rank's summand of the square of the 2-norm of the gradients, a float64 scalar,
-    after any backward of a step. The gradients are not changed.
+    """Return this rank's part of the squared 2-norm of the gradients, a float64 scalar; the parts
+    of all ranks add up to it. Call it after any backward of a step. The gradients are not changed.
 
     FSDP must have reduced the gradients in that backward: `prepare_backward` with `is_last`.
     `device` is the device of the gradients.

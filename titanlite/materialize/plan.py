@@ -390,7 +390,9 @@ def _pick(
 def _pick_claim(
     info: TensorInfo, claims: Mapping[str, Source], problems: list[str]
 ) -> Source | None:
-    """Return the one source among the claims on a meta tensor's names."""
+    """Return the first source among the claims on the names of a meta tensor. Add to `problems` if
+    the claims differ, or if one of them cannot fill the tensor.
+    """
     for name, source in claims.items():
         if isinstance(source, Read) and source.shape != info.shape:
             problems.append(

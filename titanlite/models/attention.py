@@ -87,8 +87,8 @@ class SelfAttention(Recomputable, Part):
 
 
 class Attention(SelfAttention):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions and optional RMSNorm on
-    queries and keys, and sinks.
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions. Optional are RMSNorm on
+    queries and keys, a gate on the output of each head, and sinks.
     """
 
     # The norms are split only if they cover all heads.
@@ -147,7 +147,7 @@ class Attention(SelfAttention):
     def _rotate(
         self, q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the norms of each query and key, if there are some, and rotary positions."""
+        """Apply the norms of each query and key head, if there are any, and rotary positions."""
         q_norm = self.q_norm
         k_norm = self.k_norm
         if q_norm is None or k_norm is None or isinstance(q_norm, SplitRMSNorm):

@@ -58,7 +58,7 @@ class Convolution(nn.Module):
 
 
 class CoreDelta(Core):
-    """Convolution, gates and delta rule of some heads. The weights are arguments."""
+    """Convolution, gates and delta rule of this rank's heads. Weights are passed as arguments."""
 
     def __init__(self, key_dim: int, value_dim: int) -> None:
         super().__init__()

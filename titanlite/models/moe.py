@@ -141,9 +141,9 @@ class Experts(Recomputable):
 
     Attributes:
         is_biased: experts have biases, and a clamped SwiGLU.
-        stacked_matrices: how the rows of a parameter belong to several matrices: numbers of
-            consecutive rows of each matrix, a pattern that repeats. For optimizers that treat each
-            matrix by itself (Muon).
+        stacked_matrices: for each parameter whose rows belong to several matrices, the number of
+            consecutive rows of each matrix in turn; this pattern repeats. Optimizers that treat
+            each matrix separately read it (Muon).
         multiply: for quantized weights: function from (rows, weight, offsets, backend) to the rows
             times the transposed weights. None: weights are not quantized.
     """

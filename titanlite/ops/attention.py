@@ -141,12 +141,12 @@ def attention(
 def _with_sink_key(
     q_BSHK: torch.Tensor, k_BSGK: torch.Tensor, v_BSGV: torch.Tensor, products_H: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add a key without a value before all others, with the given dot products with each head's
-    queries.
+    """Add a key in front of the keys. Its value is zero, and `products_H` gives its dot product
+    with every query of a head.
 
-    The key is 1 in an additional dim, in which queries have the dot product. Values get the width
-    of keys; all widths are padded to a multiple of 8 if they were one, as fused kernels require
-    both.
+    Queries and keys get 8 more dims. In the first one the new key is 1, the other keys are 0, and
+    queries hold the dot product. Values are padded to the width of keys. So all widths are equal,
+    and still a multiple of 8 if they were one before: fused kernels require both.
     """
     batch, size, heads, width = q_BSHK.shape
     products_BSH1 = products_H.to(q_BSHK.dtype).view(heads, 1).expand(batch, size, heads, 1)

@@ -108,8 +108,8 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
 def softmax_gradient_(
     logits: Tensor, shift: Tensor, scale: Tensor, hit: Tensor, column: Tensor
 ) -> None:
-    """Overwrite `logits` (C, V) by exp(logit - shift) * scale, minus `hit` in `column`; the other
-    arguments are (C,), wide.
+    """Overwrite `logits` (C, V) by exp(logit - shift) * scale, and subtract `hit` in each row's
+    `column`. The other arguments have the shape (C,) and a wide dtype.
     """
     if _use_kernels(logits):
         get_launchers().softmax_gradient_(logits, shift, scale, hit, column)

@@ -294,12 +294,13 @@ def inverse_frequencies(
 
 
 def _yarn_share(rotary_dim: int, theta: float, scaling: "RopeScaling") -> torch.Tensor:
-    """Return the fraction of each frequency that is divided, (rotary_dim / 2,) float32 between 0
-    and 1.
+    """Return YaRN's weight of the divided frequency, float32 (rotary_dim / 2,): where it is 0 the
+    frequency is kept, where it is 1 the frequency is divided by the factor, and in between both are
+    blended.
     """
 
     def place(turns: float) -> float:
-        """Return the index, a real number, of the frequency with this number of turns in the
+        """Return the index, as a real number, of the frequency that makes `turns` turns in the
         original length.
         """
         wavelength = scaling.original_max_position_embeddings / turns

@@ -12,8 +12,8 @@ D_ij = exp(G_i - G_j) for i >= j:
 
 Saved for backward are the arguments and T, C values per token and value head; the rest is
 recomputed. With torch's operators, backward has formulas for T and for the visit of the chunks in
-order; autograd differentiates the factors that depend on one chunk (`_Chunks`). All sums are
-float32 or wider. Backends:
+order; autograd differentiates the terms that depend on one chunk (`_Chunks`). All sums are float32
+or wider. Backends:
 
 - `triton`: titanlite's kernels (`gated_delta_triton.py`), for bfloat16 and K = 128.
 - `torch`: the equations, in float32 or wider.
@@ -338,7 +338,9 @@ _rule = differentiate(gated_delta, gated_delta_backward, num_kept=1)
 
 
 class _Chunks(NamedTuple):
-    """The factors of the equations that depend on the tokens of one chunk only."""
+    """The terms of the module's equations that depend only on the tokens of one chunk, for all
+    chunks.
+    """
 
     A: Tensor
     values: Tensor  # beta v
@@ -352,7 +354,7 @@ class _Chunks(NamedTuple):
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor
 ) -> _Chunks:
-    """Return the factors of all chunks; operands are as in `gated_delta`."""
+    """Compute the terms of all chunks; operands are as in `gated_delta`."""
     heads = k.shape[2]
     q, k, v = (_cut(x, heads) for x in (q, k, v))
     g, beta = (_cut(x.unsqueeze(-1), heads) for x in (g, beta))  # (N, B, H, R, C, 1)
@@ -381,8 +383,8 @@ def _prepare(
 
 
 def _walk(c: _Chunks, inverse: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Visit the chunks in order. Return the state before each chunk, with the state after the last
-    one, (N + 1, B, H, R, K, V), `new`, U and W.
+    """Visit the chunks in order. Return the states before each chunk and after the last one, (N +
+    1, B, H, R, K, V), and `new`, U and W of all chunks.
     """
     U, W = inverse @ c.values, inverse @ c.keys
     new = torch.empty_like(U)

@@ -62,7 +62,9 @@ def _register(
 
 
 def like(*places: int) -> Callable[..., Any]:
-    """Return a fake kernel whose results are like the operands at `places`, contiguous."""
+    """Return a fake kernel. Its results are contiguous, with the shapes and dtypes of the operands
+    at the positions `places`.
+    """
 
     def fake(*operands: Any) -> Any:
         made = [operands[i].new_empty(operands[i].shape) for i in places]
@@ -74,10 +76,11 @@ def like(*places: int) -> Callable[..., Any]:
 def differentiate(
     forward: Callable[..., Any], backward: Callable[..., Any], num_kept: int = 0
 ) -> Callable[..., Any]:
-    """Return the operator `forward`, of tensors and then numbers, with an autograd formula.
-    `backward` takes contiguous gradients of the results and all operands, which are saved, and
-    returns the gradients of the first operands. The last `num_kept` results are not returned;
-    `backward` takes them after the tensors.
+    """Return the operator `forward` with the autograd formula `backward`. The operands are tensors,
+    followed by numbers, and are saved for backward. `backward` gets the contiguous gradients of the
+    results, then the operands, and returns the gradients of the first operands. The last `num_kept`
+    results of `forward` are not returned but saved; `backward` gets them between the tensors and
+    the numbers.
     """
 
     class Differentiable(torch.autograd.Function):

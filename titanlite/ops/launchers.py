@@ -320,8 +320,8 @@ def _is_unfenced(x: Tensor) -> bool:
 
 
 def without_tma(kernel: str, tile: Tile) -> Tile:
-    """Return `tile`, or a smaller one: with pointers to the weight, which take registers, these
-    spill with Triton 3.8.
+    """Return the tile to use without TMA: `tile`, or a smaller one if `tile` spills with Triton
+    3.8, because pointers to the weight take registers.
     """
     smaller = {"gemm": Tile(128, 128, 64, 8, 4, 1), "swiglu_backward": Tile(128, 64, 64, 8, 4, 1)}
     return smaller.get(kernel, tile) if tile == TILES["large"][kernel] else tile
@@ -381,9 +381,9 @@ def _most_programs(x: Tensor, tile: Tile) -> int:
     """Return the number of programs that the device runs at once; for a run of several ranks, a few
     times that number.
 
-    In such a run, collectives occupy some multiprocessors. Programs that do not fit start when
-    others have ended: with small programs the kernel takes several short rounds and one more,
-    instead of two full ones.
+    In such a run, collectives occupy some multiprocessors, so the last programs start only after
+    earlier ones have ended. More and smaller programs make this extra round shorter: the kernel
+    takes several short rounds and one more, instead of two long ones.
     """
     if INTERPRETED:
         return _INTERPRETED_SMS
@@ -424,8 +424,8 @@ def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Ten
 def softmax_gradient_(
     logits_CV: Tensor, shift_C: Tensor, scale_C: Tensor, hit_C: Tensor, column_C: Tensor
 ) -> None:
-    """Overwrite the logits by exp(logit - shift) * scale, minus `hit` in `column`; columns have
-    stride 1.
+    """Overwrite the logits by exp(logit - shift) * scale, and subtract `hit` in each row's
+    `column`; columns have stride 1.
     """
     rows, vocab_size = logits_CV.shape
     if rows:

@@ -40,10 +40,10 @@ def once_per_forward(make: Callable[[], Any]) -> Any:
 
 @torch.compiler.disable
 def save_results(operators: Collection[Any], compute: Callable[..., Any], *operands: Any) -> Any:
-    """Return `compute(*operands)`, and save the results of `operators` in it.
+    """Return `compute(*operands)`, and save the results of the `operators` that it calls.
 
-    A recomputation calls `compute` again, but not these operators. Their derivatives are torch's
-    own, which get the saved results.
+    A recomputation calls `compute` again, but takes the saved results instead of running these
+    operators. Their backward is torch's own, and reads the saved results.
     """
     with _SaveResults(operators):
         return compute(*operands)
@@ -58,6 +58,6 @@ class _SaveResults(TorchDispatchMode):
         compute = partial(func, *args, **(kwargs or {}))
         if func not in self.operators:
             return compute()
-        # Autograd adds its node to the returned tensors. In the saved ones, the graph would hold
-        # itself.
+        # Autograd attaches its node to the returned tensors. If these tensors were saved, the graph
+        # would hold a reference to itself.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, once_per_forward(compute))

@@ -22,7 +22,9 @@ if TYPE_CHECKING:  # operators import only torch and triton
 
 
 def tokens_at_once(num_experts: int) -> int:
-    """Return the number of tokens of which a program holds all scores, 2048 of them."""
+    """Return the number of tokens per program, which holds all scores of its tokens: 2048, with
+    padding.
+    """
     return max(2048 >> (num_experts - 1).bit_length(), 1)
 
 

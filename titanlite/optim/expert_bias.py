@@ -82,9 +82,9 @@ class ExpertBiasBalancer:
         (layers, E), or None.
 
         Only differences of biases matter to a top-k. Without centring, their common part grows
-        without bound and uses up float32's precision. Counts are integers: bfloat16 once flipped
-        the sign of an update. Biases are unchanged if the bool scalar `finite` is False, or if the
-        router's weight is frozen.
+        without bound and uses up float32's precision. Counts are integers: with counts in bfloat16,
+        the sign of an update was once wrong. Biases are unchanged if the bool scalar `finite` is
+        False, or if the router's weight is frozen.
 
         Collectives: one sum over all ranks for all layers; every rank must call.
         """

@@ -1,4 +1,6 @@
-"""The configured optimizer: which parameters it trains, and which steps it takes."""
+"""The configured optimizer: which parameters it trains, and which steps are skipped because they
+are not finite.
+"""
 
 from collections import defaultdict
 from collections.abc import Container, Iterator
