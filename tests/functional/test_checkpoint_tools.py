@@ -297,7 +297,7 @@ def test_a_refused_export_leaves_everything_as_it_was(command, hf_model, tmp_pat
 
 
 DAMAGES = {
-    "removed": (shutil.rmtree, "is no folder", 1),
+    "removed": (shutil.rmtree, "is not a folder", 1),
     "cut off": (
         lambda folder: os.truncate(folder / MODEL, (folder / MODEL).stat().st_size - 1),
         "cut off",

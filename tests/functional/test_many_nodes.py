@@ -401,9 +401,9 @@ def test_machines_with_other_copies_of_a_model_are_one_error_that_names_them(
     for name, text in expected.items():
         mine, other = (usual, others[name]) if name != "hub" else snapshots
         assert found[name] == (
-            f"configuration: model.path: {other} on {host} (rank 1) is another copy than {mine} on "
-            f"{host} (rank 0): {text}. Copy it there again, or put it on a file system that all "
-            "machines share."
+            f"configuration: model.path: {other} on {host} (rank 1) is a different copy than "
+            f"{mine} on {host} (rank 0): {text}. Copy it there again, or put it on a "
+            "file system that all machines share."
         )
 
 

@@ -156,7 +156,7 @@ def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
                 load_config([*argv, "--optimizer.lr=1e-6", "--moe.expert_bias_update_rate=none"]), 2
             )
             warnings = run_ranks(2, lambda job=job: warnings_of(job))
-            text = "lm_head.weight with other values than the tensor that config.json ties it to"
+            text = "lm_head.weight with different values than the tensor that config.json ties it"
             assert [sum(text in warning for warning in of_rank) for of_rank in warnings] == [1, 0]
         saved = folder / "checkpoint/step-2"
         auto = transformers.AutoModelForCausalLM

@@ -154,7 +154,7 @@ def parse_object(key: str, text: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         example = '"question": "problem"' if key.endswith("fields") else '"enable_thinking": false'
         raise ConfigError(
-            f'{key} = "{text}" is no JSON object. Write one, for example {{{example}}}.'
+            f'{key} = "{text}" is not a JSON object. Write one, for example {{{example}}}.'
         )
     return found
 
@@ -167,7 +167,7 @@ def parse_date(key: str, text: str) -> date | None:
     try:
         return date.fromisoformat(text) if text else None
     except ValueError:
-        raise ConfigError(f'{key} = "{text}" is no date. Write it as YYYY-MM-DD.') from None
+        raise ConfigError(f'{key} = "{text}" is not a date. Write it as YYYY-MM-DD.') from None
 
 
 def find_near(word: str, words: Iterable[str]) -> str:

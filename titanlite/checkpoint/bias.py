@@ -32,9 +32,9 @@ def judge_absent_biases(
     """
     if not absent:
         return []
-    lacks = f"{where} lacks {len(absent)} of {total} expert biases"
+    missing = f"{where} does not have {len(absent)} of {total} expert biases"
     if allowed:
-        warn_once(f"{lacks}, which begin with zeros: {fold_names(absent)}")
+        warn_once(f"{missing}, which begin with zeros: {fold_names(absent)}")
         return []
     remedy = (
         "Copy the checkpoint again, or begin with zeros: checkpoint.allow_missing_expert_bias = "
@@ -43,7 +43,10 @@ def judge_absent_biases(
     return [
         (
             fold_names(absent),
-            InvalidClaim(f"missing, {lacks}, without which routers choose other experts. {remedy}"),
+            InvalidClaim(
+                f"missing, {missing}; with zeros instead, routers would choose different experts. "
+                f"{remedy}"
+            ),
         )
     ]
 
@@ -71,8 +74,8 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
     if found and get_rank() == 0:
         logger.warning(
             "checkpoint %s: %d of %d expert biases were rounded to two bytes until experts share "
-            "their values: %s. Routers choose other experts than before the rounding. Take a "
-            "checkpoint that has them in float32.",
+            "their values: %s. Routers choose different experts than before the rounding. Take "
+            "a checkpoint that has them in float32.",
             folder,
             len(found),
             len(biases),

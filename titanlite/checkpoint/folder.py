@@ -86,7 +86,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         table.pop("__metadata__", None)
         for key, entry in table.items():
             if not isinstance(entry, dict) or entry["dtype"] not in DTYPES:
-                raise ValueError(f"{key}: {entry} is no tensor of a known dtype")
+                raise ValueError(f"{key}: {entry} is not a tensor of a known dtype")
     except FileNotFoundError:
         raise CheckpointError(
             f"{where}: there is no such file. Copy it again from where the checkpoint came."
@@ -95,8 +95,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}.") from None
     except (SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{where}: is cut off, damaged, or no safetensors file: {shown(error)}. Copy it again "
-            "from where it came."
+            f"{where}: is cut off, damaged, or not a safetensors file: {shown(error)}. Copy it "
+            "again from where it came."
         ) from None
     found = []
     for key, entry in table.items():
@@ -165,7 +165,7 @@ def read_model_headers(folder: Path) -> Stored:
         raise CheckpointError(f"{where}: cannot be listed: {error.strerror}.") from None
     if names is None:
         raise CheckpointError(
-            f"{where}: is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}."
+            f"{where}: is not a folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}."
         )
     if SINGLE_FILE in names:
         return read_headers([folder / SINGLE_FILE], where)
@@ -247,8 +247,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where}: {path.name} has no weight_map.")
     bad = [
-        f"{path.name}: {shown(key)} is said to be in {shown(repr(file))}, which is not the name of "
-        "a safetensors file in this folder."
+        f"{path.name} maps {shown(key)} to {shown(repr(file))}, which is not the name of a "
+        "safetensors file in this folder."
         for key, file in weight_map.items()
         # A path could point out of the folder.
         if not isinstance(file, str)

@@ -326,8 +326,8 @@ def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> s
     """
     remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
-        f"{where} has it with other values than {target}, to which config.json ties it; "
-        f"transformers takes the values, and one of them would be lost here. {remedy}."
+        f"{where} has it with different values than {target}, to which config.json ties it. "
+        f"transformers would load both tensors; here one of them would be lost. {remedy}."
     )
 
 
@@ -486,9 +486,9 @@ def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
     count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
     if count and get_rank() == 0:
         logger.warning(
-            "checkpoint: %s has no place for expert_bias, so transformers will choose other "
-            "experts than this run did; the %d tensors are kept in %s/%s. For an exact export "
-            "balance with moe.aux_loss_coeff instead.",
+            "checkpoint: %s has no place for expert_bias, so transformers will choose "
+            "different experts than this run did; the %d tensors are kept in %s/%s. For an exact "
+            "export, balance with moe.aux_loss_coeff instead.",
             family_of(config).architecture,
             count,
             OWN_FOLDER,

@@ -47,8 +47,8 @@ def untie(
         return config
     if get_rank() == 0:
         logger.warning(
-            "checkpoint: %s has %s with other values than the tensor that config.json ties it to; "
-            "both are kept, as transformers does, and what is saved says %s = false",
+            "checkpoint: %s has %s with different values than the tensor that config.json ties it "
+            "to. Both are kept, as in transformers, and saved checkpoints have %s = false",
             folder,
             ", ".join(problems),
             TIE_FLAG,

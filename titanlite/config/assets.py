@@ -207,8 +207,8 @@ def local_folder(key: str, name: str, *, weights: bool) -> str:
         return fetch(local_files_only=False)
     except Exception as error:  # noqa: BLE001 - of the hub's library, or of the one that it reads HTTP with
         raise ConfigError(
-            f"{key}: '{name}' is no folder here, not in the cache of the Hugging Face hub, and "
-            f"cannot be downloaded: {first_line(error)}. Correct the name, give a local folder, "
-            "or set HF_HOME to a cache that has it; for a gated or private model, accept the "
-            "license on the hub and log in with `hf auth login`, or set HF_TOKEN."
+            f"{key}: '{name}' is not a folder here, not in the cache of the Hugging Face hub, "
+            f"and cannot be downloaded: {first_line(error)}. Correct the name, give a local "
+            "folder, or set HF_HOME to a cache that has it; for a gated or private model, accept "
+            "the license on the hub and log in with `hf auth login`, or set HF_TOKEN."
         ) from None

@@ -210,7 +210,7 @@ def _check_combinations(job: JobConfig) -> list[_Row]:
         (
             push_to_hub and ("@" in push_to_hub or not is_hub_id(push_to_hub)),
             "checkpoint.push_to_hub",
-            '{} is no name of a repository. Write "owner/name", or "" for no upload.',
+            '{} is not the name of a repository. Write "owner/name", or "" for no upload.',
         ),
         (
             training.epochs and streams,

@@ -300,9 +300,9 @@ def _check_native(
     elif form in BLOCK_SIZES and form != "mxfp4" and tp > 1:
         inputs = dict(item for part in parts for item in part.inputs.items())
         problems += [
-            f"lora.base_dtype = '{form}' keeps blocks of {BLOCK_SIZES[form]} values, but {name} "
-            f"({width}) is not so many for each of tensor_parallel_degree ({tp}) ranks, or a "
-            "multiple. Lower tensor_parallel_degree."
+            f"lora.base_dtype = '{form}' stores blocks of {BLOCK_SIZES[form]} values, but {name} "
+            f"({width}) is not a multiple of that for each of tensor_parallel_degree ({tp}) ranks. "
+            "Lower tensor_parallel_degree."
             for name, width in inputs.items()
             if width % (tp * BLOCK_SIZES[form])
         ]
@@ -434,7 +434,7 @@ def _check_any(job: JobConfig, model: AnyModelConfig, degrees: Degrees) -> list[
         (
             job.model.delta_backend != "auto" and not getattr(model, "linear_num_key_heads", 0),
             f"model.delta_backend = '{job.model.delta_backend}', but the model has no gated delta "
-            "net of the native decoder. Leave it out.",
+            "net, or the native decoder does not compute it. Leave it out.",
         ),
         (
             model.num_experts == 0 and ep > 1,

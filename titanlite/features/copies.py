@@ -69,7 +69,7 @@ def check_same_copies(paths: Mapping[str, str]) -> None:
                 host, there, _ = gathered[rank]
                 what = _describe_difference(dict(copy), dict(usual))
                 problems.append(
-                    f"{key}: {there[key]} on {host} (rank {rank}) is another copy than "
+                    f"{key}: {there[key]} on {host} (rank {rank}) is a different copy than "
                     f"{gathered[first][1][key]} on {gathered[first][0]} (rank {first}): {what} "
                     "differs. Copy it there again, or put it on a file system that all machines "
                     "share."

@@ -95,7 +95,7 @@ def check_pairs(job: JobConfig, form: str) -> list[str]:
         ]
     if form != "preference" and job.training.objective == "dpo":
         return [
-            'data: training.objective = "dpo" needs preference pairs, but the rows are of form '
+            'data: training.objective = "dpo" needs preference pairs, but the rows have the format '
             f"'{form}'. Set data.dataset = \"examples\" and data.path to rows with prompt, chosen "
             'and rejected; for a stream, also set data.format = "preference".'
         ]

@@ -49,7 +49,8 @@ def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, cap
     text = refusal(tmp_path, implementation)
     name = f"model.layers.*.mlp.gate.e_score_correction_bias (layers {', '.join(map(str, lost))})"
     assert text.startswith(
-        f"materialize: {name}: missing, checkpoint {tmp_path} lacks {len(lost)} of 3 expert biases,"
+        f"materialize: {name}: missing, checkpoint {tmp_path} does not have {len(lost)} of 3 "
+        "expert biases;"
     )
     assert "checkpoint.allow_missing_expert_bias = true" in text and "\n" not in text
 
@@ -58,7 +59,7 @@ def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, cap
     (line,) = [
         record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()
     ]
-    assert f"lacks {len(lost)} of 3 expert biases, which begin with zeros: {name}" in line
+    assert f"does not have {len(lost)} of 3 expert biases, which begin with zeros: {name}" in line
     found = {key: value for key, value in loaded.state_dict().items() if key.endswith("_bias")}
     assert len(found) == 3
     for key, value in found.items():

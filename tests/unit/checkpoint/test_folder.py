@@ -103,7 +103,7 @@ def test_no_model(tmp_path):
     _refusal(tmp_path, neither)
     _save(tmp_path / "other.safetensors", "a")
     _refusal(tmp_path, neither)
-    give = f"is no folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}"
+    give = f"is not a folder. Give a folder with {SINGLE_FILE} or {INDEX_FILE}"
     _refusal(tmp_path / "nowhere", give)
     _refusal(tmp_path / "other.safetensors", give)
     _refusal(tmp_path / ("x" * 300))
@@ -194,7 +194,7 @@ def test_index_names_no_file_of_the_folder(sharded, tmp_path, monkeypatch):
     for name in names:
         _save_index(sharded, {"a": FIRST, "b": FIRST, "c": SECOND, "model.d.weight": name})
         words = (
-            "model.d.weight is said to be in ",
+            "maps model.d.weight to ",
             "which is not the name of a safetensors file in this folder",
         )
         _refusal(sharded, INDEX_FILE, *words)
@@ -202,9 +202,7 @@ def test_index_names_no_file_of_the_folder(sharded, tmp_path, monkeypatch):
     _save_index(
         sharded, {"a": FIRST, hostile: "../x", **{f"d.{i}": name for i, name in enumerate(names)}}
     )
-    _refusal(
-        sharded, f"{len(names) + 1} problems:", r"k\n\x1b[31m\u202e\ud800 is said to be in '../x'"
-    )
+    _refusal(sharded, f"{len(names) + 1} problems:", r"maps k\n\x1b[31m\u202e\ud800 to '../x'")
 
 
 # ---- index and files ----

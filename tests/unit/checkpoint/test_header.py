@@ -156,7 +156,7 @@ def test_every_truncation_is_refused(file):
     raw = file.read_bytes()
     for size in range(len(raw)):
         file.write_bytes(raw[:size])
-        _refusal(file, "is cut off, damaged, or no safetensors file")
+        _refusal(file, "is cut off, damaged, or not a safetensors file")
     for length in (3, 100_000_001, 2**63, 2**64 - 1):
         file.write_bytes(struct.pack("<Q", length) + b"{}")
         _refusal(file)
@@ -167,8 +167,8 @@ def test_every_truncation_is_refused(file):
 
 # The header, the number of data bytes, and words of the error.
 DAMAGED = {
-    "pickle": (b"\x80\x02}q\x00.", 4, "no safetensors file: "),
-    "deep lists": (b"[" * 100_000, 4, "no safetensors file: "),
+    "pickle": (b"\x80\x02}q\x00.", 4, "not a safetensors file: "),
+    "deep lists": (b"[" * 100_000, 4, "not a safetensors file: "),
     "a list, which the library takes": ({"a": ["F32", [1], [0, 4]]}, 4, ""),
     "dtype hostile": ({"a": _entry("\x1b[31m\n\u202e\ud800")}, 4, ""),
     "dtype that torch does not have": ({"a": _entry("U16", [2])}, 4, ""),

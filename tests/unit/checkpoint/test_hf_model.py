@@ -226,8 +226,8 @@ def test_tied_model_with_another_head_in_the_file(tmp_path, monkeypatch, row):
     folder = save(tmp_path, weights | {"lm_head.weight": other})
     text = refusal(folder, TIED)
     assert text.startswith(
-        f"materialize: lm_head.weight: checkpoint {folder} has it with other values than "
-        "model.embed"
+        f"materialize: lm_head.weight: checkpoint {folder} has it with different values "
+        "than model.embed"
     )
     assert "tie_word_embeddings = false in its config.json" in text
     got = load(folder, replace(TIED, tie_word_embeddings=False))

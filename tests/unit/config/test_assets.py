@@ -154,13 +154,13 @@ def test_revision_in_the_cache(cache):
     assert local_folder(KEY, "owner/model", weights=True) == str(main)
     assert local_folder(KEY, "owner/model@v2", weights=True) == str(tagged)
     assert local_folder(KEY, f"owner/model@{COMMIT[::-1]}", weights=True) == str(tagged)
-    with pytest.raises(ConfigError, match="'owner/model@v3' is no folder here"):
+    with pytest.raises(ConfigError, match="'owner/model@v3' is not a folder here"):
         local_folder(KEY, "owner/model@v3", weights=True)
 
 
 def test_neither_cached_nor_online(cache):
     with pytest.raises(
-        ConfigError, match=rf"^{KEY}: 'owner/model' is no folder here, .*Correct the name, give a"
+        ConfigError, match=rf"^{KEY}: 'owner/model' is not a folder here, .*Correct the name, give"
     ):
         local_folder(KEY, "owner/model", weights=True)
 

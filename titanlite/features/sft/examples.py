@@ -283,7 +283,7 @@ def make_encoder(
         f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]
     ]:
         raise DataError(
-            f"data.fields: {list_names(unused)} cannot be used in rows of form '{form}', which "
+            f"data.fields: {list_names(unused)} cannot be used in rows of format '{form}', which "
             f"take {', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
         )
     if form == "preference" and data.train_on == "all":

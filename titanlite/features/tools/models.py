@@ -82,7 +82,7 @@ def find_model(command: str, name: str) -> Path:
     except ConfigError as error:
         raise ConfigError(f"{error}{near}") from None
     if not folder.is_dir():
-        raise ConfigError(f"{command}: {name} is no folder.{near or f' Give a {MODEL_HELP}.'}")
+        raise ConfigError(f"{command}: {name} is not a folder.{near or f' Give a {MODEL_HELP}.'}")
     if any((folder / file).exists() for file in ("config.json", ADAPTER_CONFIG)):
         return folder
     inner = next(
@@ -127,7 +127,7 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
     except ConfigError as error:
         raise ConfigError(f"{command}: {error} {remedy}") from None
     if not folder.is_dir():
-        raise ConfigError(f"{command}: {place} names {name}, which is no folder. {remedy}")
+        raise ConfigError(f"{command}: {place} names {name}, which is not a folder. {remedy}")
     return folder
 
 

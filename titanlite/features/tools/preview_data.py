@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(
         "data",
         "Show what a run would train on: decoded samples with the trained tokens coloured (in [[ "
-        "]] where the output is no terminal), lengths, packing, and what is left out and why. "
+        "]] where the output is not a terminal), lengths, packing, and what is left out and why. "
         "Overrides as for training: --data.skip_to_sample=N shows the data order from its "
         "sequence N on.",
     )

@@ -150,7 +150,7 @@ def check_facts(facts: Facts, model: "TransformersModel", inputs: Collection[str
         return
     if not facts.is_causal:
         raise ConfigError(
-            f"model: {name} of transformers is not causal: other tokens change the logits of "
+            f"model: {name} of transformers is not causal: later tokens change the logits of "
             "earlier ones, so it sees the tokens that it must predict. Use another model."
         )
 

@@ -132,7 +132,8 @@ def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -
         "all its elements are equal, such as 0: it was not trained, loaded or saved.": (
             lambda t: len(t.shape) > 1 and not t.varied
         ),
-        "a selection bias was rounded to 16 bits, so routers choose others. Keep it in float32.": (
+        "a selection bias was rounded to 16 bits, so routers choose different experts. "
+        "Keep it in float32.": (
             lambda t: is_bias(t.key) and t.varied and not (t.exact and t.dtype == "float32")
         ),
         f"is not in {dtype}, the dtype in config.json. Save it in that.": (
@@ -162,7 +163,7 @@ def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -
     copies = [t for t in matrices if not t.is_kept and twins[t.digest] != t.key]
     report.blame(
         [f"{t.key} ({twins[t.digest]})" for t in copies],
-        "has the bits of the one in brackets: one was written twice.",
+        "has the same bits as the tensor in brackets: one tensor was written twice.",
     )
     still = [t for t in matrices if t.is_kept and t.group not in moved]
     report.blame(

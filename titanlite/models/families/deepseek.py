@@ -166,7 +166,7 @@ def _find_lacking_in_lite(config: Any, table: Mapping[str, Any]) -> Iterator[str
     if getattr(config, first, count) != count:
         yield (
             f"{first} = {getattr(config, first)!a} is not the {count} dense layers of "
-            "mlp_layer_types, which alone transformers looks at."
+            "mlp_layer_types, the only list that transformers reads."
         )
 
 

@@ -221,7 +221,7 @@ def check_model_config(config: ModelConfig) -> list[str]:
     ):
         problems.append(
             f"partial_rotary_factor ({config.partial_rotary_factor}) of head_dim "
-            f"({config.head_dim}) is no even number between 2 and head_dim."
+            f"({config.head_dim}) is not an even number between 2 and head_dim."
         )
     if is_latent and config.num_heads != config.num_kv_heads:
         problems.append(
@@ -382,7 +382,8 @@ class Family:
         ]
         if windowed not in (None, plain):
             lacking.append(
-                f"rope_parameters: sliding_attention = {show(windowed)} is not {show(plain)}."
+                f"rope_parameters: sliding_attention = {show(windowed)} is not supported by the "
+                f"native decoder, only {show(plain)} is."
             )
         values = dict[str, Any]()
         for ours, key in {**self.keys, "pad_token_id": "pad_token_id"}.items():

@@ -39,7 +39,7 @@ LLAMA = Family(
     rules=(
         (
             lambda config: config.hidden_size % config.num_heads == 0,
-            "hidden_size ({hidden_size}) is no multiple of num_heads ({num_heads}), as "
+            "hidden_size ({hidden_size}) is not a multiple of num_heads ({num_heads}), as "
             "transformers demands.",
         ),
     ),

@@ -22,7 +22,7 @@ def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job):
     job.data.format = "text"
     with pytest.raises(
         DataError,
-        match=r"^data\.fields: tools = content cannot be used in rows of form 'text', which ta",
+        match=r"^data\.fields: tools = content cannot be used in rows of format 'text', which ",
     ):
         build_data(job, 0, 1)
 

@@ -80,11 +80,13 @@ def test_the_base_of_adapters(tmp_path):
     assert find_base("generate", adapter) == tmp_path / "base"
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(
-        ConfigError, match=f"names {tmp_path / 'base'}, which is no folder.*Give the model that the"
+        ConfigError, match=f"names {tmp_path / 'base'}, which is not a folder.*Give the model that"
     ):
         find_base("generate", adapter)
     assert find_base("generate", adapter, str(tmp_path / "moved")) == tmp_path / "moved"
-    with pytest.raises(ConfigError, match=r"--base names /no/such, which is no folder\. Correct"):
+    with pytest.raises(
+        ConfigError, match=r"--base names /no/such, which is not a folder\. Correct"
+    ):
         find_base("generate", adapter, "/no/such")
 
 

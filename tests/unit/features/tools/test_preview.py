@@ -108,7 +108,7 @@ def test_stream(preview):
         (
             chats(40),
             ["--training.objective=dpo"],
-            "needs preference pairs, but the rows are of form 'messages'",
+            "needs preference pairs, but the rows have the format 'messages'",
         ),
         (chats(40), ["--model.init=auto"], "the run would begin with random weights"),
         (

@@ -195,11 +195,11 @@ CORRUPTIONS = {
     ),
     "head untied": (
         *("tied", ALONE, untied),
-        r"model\.embed_tokens\.weight \(lm_head\.weight\): has the bits of the one in brackets",
+        r"model\.embed_tokens\.weight \(lm_head\.weight\): has the same bits as the tensor in",
     ),
     "tie broken": (
         *("tied", ALONE, in_tensors(torn)),
-        r"lm_head\.weight: checkpoint .* has it with other values than model\.embed_tokens\.weight",
+        r"lm_head\.weight: .* has it with different values than model\.embed_tokens\.weight",
     ),
     "a bias rounded to bf16": (
         *("biased", ALONE, one(BIAS, lambda bias: bias.bfloat16().float())),
