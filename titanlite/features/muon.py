@@ -31,8 +31,8 @@ from titanlite.optim.optimizer import LocalAdamW, group_parameters
 _ELEMENTS_AT_ONCE = 1 << 25
 
 
-# How the rows of a parameter belong to several matrices: numbers of consecutive rows of each
-# matrix, a pattern that repeats.
+# For a parameter whose rows belong to several matrices: the number of consecutive rows of each
+# matrix in turn. This pattern repeats.
 Widths = tuple[int, ...]
 
 

@@ -62,8 +62,8 @@ def propose(base: Planned, plan: Plan) -> Iterator[Planned]:
     """Yield plans that fit, as they are found; if `base` fits, only plans that are more than 2 %
     faster.
 
-    The choice of all settings comes first if it differs. Each setting is tried separately, then the
-    two best ones together.
+    Candidates are tried in the order of `_candidates`, each separately, and then the two best ones
+    together.
     """
     helpful = list[Planned]()
     for one in _try_all(plan, _candidates(base)):
@@ -81,15 +81,15 @@ def propose(base: Planned, plan: Plan) -> Iterator[Planned]:
 
 
 def _merit(plan: Planned) -> tuple[bool, float]:
-    """Return a sort key: plans that fit are better than others; then the faster or, if they do not
-    fit, the smaller.
+    """Return a sort key that is larger for better plans: plans that fit are better than plans that
+    do not; of plans that fit the faster one is better, otherwise the smaller one.
     """
     return plan.fits, plan.rate if plan.fits else -float(plan.estimate.memory.total)
 
 
 def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
-    """Yield the legal plans. A candidate that fails for another reason is reported, and only this
-    candidate is lost.
+    """Yield the plans of the legal candidates. A candidate that fails with any other error is
+    reported and left out.
     """
     for arguments in candidates:
         try:
@@ -101,8 +101,9 @@ def _try_all(plan: Plan, candidates: Iterable[_Arguments]) -> Iterator[Planned]:
 
 
 def _candidates(base: Planned) -> Iterator[_Arguments]:
-    """Yield settings that do not change the training: all that may be chosen, then single ones. If
-    nothing fits, adapters too.
+    """Yield settings to try: a larger batch if that is much faster, all settings that may be
+    chosen, and single settings that leave the training's result unchanged. If the run does not fit,
+    also optimizer states in bfloat16, and adapters.
     """
     job, degrees = base.checked.job, base.estimate.degrees
     best = base.best

@@ -226,8 +226,8 @@ def _tolist(tensor: torch.Tensor) -> Any:
 def _grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor, **rest: Any
 ) -> torch.Tensor:
-    """Call titanlite's grouped GEMM for transformers' experts: without data, torch's accepts only
-    two-byte floats.
+    """Compute the grouped matmul of transformers' experts by titanlite's `grouped_gemm`. torch's
+    `grouped_mm` accepts only two-byte floats if tensors have no data.
     """
     return grouped_gemm(x, weight, offs)
 

@@ -193,9 +193,7 @@ def _list_kinds(checked: Checked, stage: int) -> list[Any]:
 
 
 def _describe_layer(layer: nn.Module) -> list[Any]:
-    """Return everything in which a layer of transformers may differ from others, except its
-    number.
-    """
+    """Return everything in which layers of a transformers model may differ, except the number."""
     found: list[Any] = []
     for name, module in layer.named_modules():
         options = {
@@ -266,7 +264,9 @@ def _trace(checked: Checked, split: int | None, rank: int, device_type: DeviceTy
 
 
 def _weight_copies(model: Model) -> Iterator[torch.Tensor]:
-    """Create the copies of the weights, and make the step refresh them."""
+    """Create the `WeightCopies` of the model, mark them as stale, so that the step refreshes them,
+    and yield their tensors.
+    """
     for param in model.parameters():
         copies = getattr(param, "copies", None)
         if copies is not None:
@@ -336,8 +336,8 @@ def _count_from_end(segment: Segment, split: int, num_layers: int) -> Segment:
 
 
 def list_groups(dims: ParallelDims) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield the process groups with their mesh axis, "world", "cp" or "stage". A group that occurs
-    again has the later name.
+    """Yield each process group with its name: a mesh axis, "world", "cp", "pp" or "stage". A group
+    may occur several times; the last name counts.
     """
     assert dist.group.WORLD is not None
     yield "world", dist.group.WORLD

@@ -129,8 +129,8 @@ class _Corrections:
         return name in self._pairs
 
     def add(self, name: str, region: Region, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum of `values` (float64), which are the `region` of the weight `name`, and of
-        its correction `B A`.
+        """Return `values` (float64), the values of the weight `name` in `region`, plus the
+        correction by its adapters there.
         """
         a, b = self._pair(name)
         *experts, rows, columns = region.slices
@@ -140,8 +140,8 @@ class _Corrections:
         return values + self._scaling * (b[(*experts, rows)] @ a[(*experts, slice(None), columns)])
 
     def _read_pair(self, name: str) -> list[torch.Tensor]:
-        """Return A (r, in) and B (out, r) of the weight `name` in float64, or those of each
-        expert.
+        """Return A (r, in) and B (out, r) of the weight `name` in float64; for experts, both with a
+        leading dim of experts.
         """
         reads = [self._reads[adapter] for adapter in self._pairs[name]]
         return [

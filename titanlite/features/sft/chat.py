@@ -268,16 +268,17 @@ class ChatRenderer:
         return Conversation(turns, whole)
 
     def count_spelled(self, text: str) -> None:
-        """Count a text that contains special tokens of the template: most likely a chat that was
-        rendered before.
+        """Count `text` if it contains special tokens as plain text: most likely it is a chat that a
+        template has rendered before.
         """
         if any(token in text for token in self._spelled):
             self.counts[SPELLED] += 1
 
     @cached_property
     def _spelled(self) -> list[str]:
-        """Special tokens in the template, or all of them without a template, plus the tokens at the
-        beginning and end of texts, which `build_end_reader` has removed.
+        """Special tokens that a text should not contain: the tokens of the template, or without a
+        template all special tokens, and the begin and end tokens of a text. `build_end_reader` has
+        already removed a begin token at the start of the text and an end token at its end.
         """
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
@@ -452,8 +453,8 @@ def _list_strings(value: Any) -> Iterator[str]:
 
 
 def shows(rendered: str, text: str) -> bool:
-    """Return True if `rendered` contains `text`, as it is or in JSON. A template may change white
-    space, and quote a quoted text again.
+    """Return True if `rendered` contains `text`, as it is or escaped as in a JSON string.
+    Differences in white space do not count, because templates change it.
     """
     text = text.strip()
     forms = [text, _to_json(text)[1:-1], json.dumps(text)[1:-1]]

@@ -141,7 +141,8 @@ class ExampleEncoder:
         self._prefix = get_prefix(tokenizer)
         self._read_ends = build_end_reader(tokenizer)
         self._template = str(tokenizer.chat_template or "")
-        # The texts before and after these tokens are tokenized separately.
+        # Cutting tokens: special tokens at which a text can be cut before tokenization without
+        # changing the result.
         self._cutting = any_of(
             {
                 token.content
@@ -239,8 +240,8 @@ class ExampleEncoder:
         ]
 
     def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], Encoding]:
-        """Tokenize each text once, and each part between cutting tokens once: the documents of one
-        chat repeat earlier messages.
+        """Tokenize each text once, and in it each part between cutting tokens once, because the
+        documents of one chat repeat earlier messages.
         """
         texts = dict.fromkeys(
             (text, draft.is_plain) for draft in drafts for text, _ in draft.pieces
@@ -261,7 +262,7 @@ class ExampleEncoder:
         return found
 
     def _cut(self, text: str) -> list[str]:
-        """Split `text` before each cutting token of the template."""
+        """Split `text` before each cutting token, see `__init__`."""
         starts = [match.start() for match in self._cutting.finditer(text)]
         return [text[start:stop] for start, stop in pairwise([0, *starts, len(text)])]
 

@@ -217,7 +217,7 @@ def initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], 
 
 
 def find_units(model: Any) -> dict[str, str]:
-    """Return the name of the repeated layer around each module and tensor that is inside one."""
+    """Return, for each module and tensor inside a repeated layer, the name of that layer."""
     layers = set(repeated_layers(model))
     return {
         f"{prefix}.{name}" if name else prefix: prefix
@@ -246,7 +246,9 @@ class Units:
         self._drawn: dict[str, dict[str, torch.Tensor]] = {}
 
     def add(self, tensor: str) -> "UnitDraw":
-        """Return the initializer that draws `tensor` with its unit."""
+        """Add `tensor` to the tensors that are drawn with its unit; return the initializer that
+        draws it.
+        """
         unit = self._unit_of.get(tensor, "")
         self._members[unit].append(tensor)
         return UnitDraw(units=self, unit=unit, tensor=tensor)

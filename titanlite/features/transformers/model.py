@@ -118,7 +118,9 @@ class TransformersModel(Model):
         return dict(self.sources)
 
     def ties(self) -> dict[str, str]:
-        """Return the further names of tied tensors, each with the name of its tensor."""
+        """Return, for each tied name, the name of the tensor that it refers to. The tensor's own
+        name is not included.
+        """
         return {name: s.target for name, s in self.sources.items() if isinstance(s, Alias)}
 
     def forward(

@@ -33,7 +33,9 @@ _ENOUGH = 1 << 15  # bytes needed to recognize a distribution
 
 @dataclass
 class Report:
-    """Problems, each a sentence with a remedy; notes; and a table of the groups."""
+    """Result of the checks of one folder: problems, each a sentence with a remedy; notes; and a
+    table with a row for each of the `GROUPS` of tensors.
+    """
 
     folder: str
     problems: list[str] = field(default_factory=list)
