@@ -199,7 +199,9 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 
 class Parser(argparse.ArgumentParser):
-    """Arguments of `python -m titanlite NAME`; an error is a `ConfigError`."""
+    """Parser of the arguments of `python -m titanlite NAME`; it raises a `ConfigError` instead of
+    exiting.
+    """
 
     def __init__(self, name: str, description: str = "", *, add_help: bool = True) -> None:
         super().__init__(

@@ -61,9 +61,9 @@ def check_values(job: JobConfig) -> list[Problem]:
 def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
     """Return a problem for each setting in `given` that has no effect in this run.
 
-    `only_for` names a setting that must be given too, or one of the uses that `_get_uses` returns.
-    In the second case, a setting that has its default value is not a mistake: saved configurations
-    list all defaults.
+    `only_for` names a setting that must be given too, or one of the conditions that `_get_uses`
+    returns. In the second case, a setting that has its default value is not a mistake: saved
+    configurations list all defaults.
     """
     problems = []
     for key in given:
@@ -88,8 +88,8 @@ def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
 
 
 def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
-    """Return every use that a setting can be `only_for`, and whether this run has it. `source` is
-    the data source that a setting of the data belongs to.
+    """Return the conditions that `only_for` of a setting may name, each with whether it holds in
+    this run. For settings of data, `source` is the data source that they belong to.
     """
     is_rows = source.dataset == "examples"
     on_hub, in_folder = _has_splits(source.path)

@@ -54,7 +54,7 @@ class _OneSource:
     )
     pattern: str = setting(
         "",
-        "File name pattern in the folder data.path. Empty: *.txt for 'text', all files of rows "
+        "File name pattern in the folder data.path. Empty: *.txt for 'text', all files with rows "
         "for 'examples'.",
     )
     document_separator: str = setting(
@@ -83,7 +83,7 @@ class _OneSource:
         None,
         "Fraction of the rows (for plain text: of the sequences) that is held out if "
         "validation_path is empty. 0: none. Not set: none without validation and evaluation; "
-        "otherwise 1%, but at least 64 rows, or 10% if that is less.",
+        "otherwise 1%. If 1% is fewer than 64 rows: 64 rows, but not more than 10%.",
         lt=1,
         only_for="rows of path that are held out",
     )

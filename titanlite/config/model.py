@@ -40,7 +40,7 @@ class RopeScaling:
     also scales queries and keys. `ROPE_FIELDS` lists the fields of each type.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn"] = size("Which of the scalings.", "linear")
+    rope_type: Literal["linear", "llama3", "yarn"] = size("Type of frequency scaling.", "linear")
     factor: float = size("How many times longer sequences may be than in pretraining.", 1.0)
     low_freq_factor: float = size("Wavelengths above original / this are divided (llama3).", 1.0)
     high_freq_factor: float = size("Wavelengths below original / this are kept (llama3).", 4.0)
@@ -50,14 +50,17 @@ class RopeScaling:
     beta_fast: float = size(
         "Frequencies with more turns in the original length are kept (yarn).", 32.0
     )
-    beta_slow: float = size("Frequencies with fewer turns in it are divided (yarn).", 1.0)
+    beta_slow: float = size(
+        "Frequencies with fewer turns in the original length are divided (yarn).", 1.0
+    )
     attention_factor: float | None = size(
-        "Factor on queries and keys; unset: 0.1 * ln(factor) + 1 (yarn)."
+        "Factor on queries and keys (yarn). Unset: see mscale, or else 0.1 * ln(factor) + 1."
     )
     mscale: float | None = size(
-        "Weight of ln(factor), with mscale_all_dim and without attention_factor (yarn)."
+        "With mscale_all_dim and without attention_factor, that factor is (0.1 * mscale * "
+        "ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1) (yarn)."
     )
-    mscale_all_dim: float | None = size("The same, in the denominator (yarn).")
+    mscale_all_dim: float | None = size("See mscale (yarn).")
     truncate: bool = size("Round the ends of the transition to whole frequencies (yarn).", True)
 
     @property
@@ -185,13 +188,16 @@ class ModelConfig:
     )
     norm_offset: float = size("Added to the weights of norms.", 0.0, override=False)
     full_attention_interval: int = size(
-        "Every Nth layer has attention, others have a gated delta net. 0: all have attention.", 0
+        "Every Nth layer has attention, the others have a gated delta net. 0: all have attention.",
+        0,
     )
     linear_num_key_heads: int = size("Key heads of a gated delta net.", 0)
-    linear_num_value_heads: int = size("Its value heads, a multiple of the key heads.", 0)
-    linear_key_head_dim: int = size("Width of its queries and keys.", 0)
-    linear_value_head_dim: int = size("Width of its values.", 0)
-    linear_conv_kernel_dim: int = size("Width of its convolution in tokens.", 0)
+    linear_num_value_heads: int = size(
+        "Value heads of a gated delta net, a multiple of its key heads.", 0
+    )
+    linear_key_head_dim: int = size("Width of a gated delta net's queries and keys.", 0)
+    linear_value_head_dim: int = size("Width of a gated delta net's values.", 0)
+    linear_conv_kernel_dim: int = size("Width of a gated delta net's convolution, in tokens.", 0)
 
     def has_window(self, layer: int) -> bool:
         """Return True if attention in this layer uses the sliding window."""

@@ -398,7 +398,8 @@ class MetricsSection:
     log_freq: int = setting(10, "Steps between log lines and metric points.", ge=1)
     function: str = setting(
         "",
-        "Function of a point that returns more values to log (docs/extending.md).",
+        "Function that gets the values of a log step, a StepPoint, and returns more values to log "
+        "(docs/extending.md).",
         calls=("point", "point, backwards"),
     )
     enable_tensorboard: bool = setting(
@@ -475,8 +476,9 @@ class EvaluationSection:
     )
     scorer: str = setting(
         "exact_match",
-        "'exact_match': equal text, apart from white space at the ends. 'contains': the answer "
-        "occurs in the text. Or your function (prediction, reference) -> number; higher is better.",
+        "'exact_match': equal text, apart from white space at the ends. 'contains': the "
+        "reference answer occurs in the generated text. Or your function (prediction, reference) "
+        "-> number; higher is better.",
         choices=("exact_match", "contains"),
         calls=("prediction, reference",),
     )

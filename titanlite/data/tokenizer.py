@@ -92,11 +92,12 @@ def get_prefix(tokenizer: HFTokenizer) -> tuple[int, ...]:
 def build_end_reader(
     tokenizer: HFTokenizer,
 ) -> Callable[[str], tuple[tuple[int, ...], str]]:
-    """Return a function of a document's text that returns the ids in front of it, and the text
-    without a begin token at its start and an end token at its end.
+    """Return a function that takes the text of a document. It returns the token ids to put in front
+    of the text, and the text without the begin token and the end token that it may start and end
+    with.
 
-    If a text starts with a begin token that the tokenizer does not put in front of all texts, that
-    token is added to the ids.
+    The ids are those that the tokenizer puts in front of any text; a begin token that the text
+    starts with is added if it is not among them.
     """
     prefix = get_prefix(tokenizer)
     begin = cast("str | None", tokenizer.bos_token) or None
@@ -416,8 +417,8 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _rewrite_tokenizer_config(path: Path, named: Mapping[str, str]) -> None:
-    """Rewrite the entries that only transformers 5 understands, so that transformers 4 and older
-    versions of vLLM can read the file too.
+    """Rewrite the entries of tokenizer_config.json that only transformers 5 understands, so that
+    transformers 4 and older versions of vLLM can read the file too.
 
     `named` are special tokens with the model's own names, such as image_token.
     """

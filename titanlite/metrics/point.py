@@ -129,7 +129,9 @@ class Backward(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One point of training; "since" in a comment means since the previous point."""
+    """One point of training: the values of a log step. "Since" in a comment means since the
+    previous point.
+    """
 
     step: int  # optimizer steps completed
     loss: float  # mean per token, over all ranks and the steps since

@@ -324,7 +324,9 @@ def wgrad_kernel(
 def gather_sum_kernel(
     y_ptr, rows_ptr, out_ptr, M, N, stride_ym, stride_om, TOP_K: tl.constexpr, BN: tl.constexpr
 ):
-    """Write out[t] = sum over j of y[rows[t, j]]; rows from M on are zeros."""
+    """Write out[t] = sum over j of y[rows[t, j]]; a row index of M or more counts as a row of
+    zeros.
+    """
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.zeros((BN,), tl.float32)
@@ -362,7 +364,9 @@ def softmax_statistics_kernel(
 def softmax_gradient_kernel(
     logits_ptr, shift_ptr, scale_ptr, hit_ptr, column_ptr, V, stride_c, BLOCK: tl.constexpr
 ):
-    """Overwrite a part of a row by exp(logit - shift) * scale, minus `hit` in the row's column."""
+    """Overwrite a block of a row's logits by exp(logit - shift) * scale, and subtract `hit` in the
+    column that `column_ptr` names for this row.
+    """
     row = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pointers = logits_ptr + row * stride_c + v

@@ -229,7 +229,9 @@ def grouped_mm_wgrad_into(
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
-    """Return out[t] = sum over j of y[rows[t, j]], (T, N); rows from M on are zeros."""
+    """Return out[t] = sum over j of y[rows[t, j]], (T, N); a row index of M or more counts as a row
+    of zeros.
+    """
     T, top_k = rows_Tk.shape
     out = y_MN.new_empty(T, y_MN.shape[1])
     if out.numel():

@@ -172,8 +172,8 @@ def find_other_model(
 def describe_differences(
     ours: ModelConfig, theirs: ModelConfig, meant: Collection[str] = ()
 ) -> str:
-    """Describe the fields with which `theirs` would compute differently from the same weights,
-    except the fields in `meant`; "" if there are none.
+    """Describe the fields that differ in `theirs` and change the function that given weights
+    compute, except the fields in `meant`; "" if there are none.
     """
     there = asdict(theirs)
     left_out = {*meant, *_WITHOUT_EFFECT_ON_WEIGHTS}

@@ -1,11 +1,11 @@
 """DeepSeek-V3 and models with its mixture of experts: sigmoid scores, a selection bias per expert,
 shared experts.
 
-The first layers are dense. dots.llm1 (arXiv:2506.05767) has grouped-query attention. So have
-GLM-4.5 and 4.6 (arXiv:2508.06471), with half of each head rotated and biases on q, k and v; their
-router has no groups. DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982),
-which is built like them, have latent attention. Layers for multi-token prediction, after the last
-layer, are not trained; checkpoints contain them as they were loaded (`features/passthrough.py`).
+The first layers are dense. dots.llm1 (arXiv:2506.05767), GLM-4.5 and 4.6 (arXiv:2508.06471) have
+grouped-query attention. In GLM half of each head is rotated, q, k and v have biases, and the router
+has no groups. DeepSeek-V3, V3.1 and R1 (arXiv:2412.19437), and Moonlight (arXiv:2502.16982), which
+is built like them, have latent attention. Layers for multi-token prediction, after the last layer,
+are not trained; checkpoints contain them as they were loaded (`features/passthrough.py`).
 """
 
 from collections.abc import Iterator, Mapping
