@@ -264,8 +264,8 @@ def _trace(checked: Checked, split: int | None, rank: int, device_type: DeviceTy
 
 
 def _weight_copies(model: Model) -> Iterator[torch.Tensor]:
-    """Create the `WeightCopies` of the model, mark them as stale, so that the step refreshes them,
-    and yield their tensors.
+    """Create the copies of the weights (`WeightCopies`), mark them as stale, so that the step
+    refreshes them, and yield them.
     """
     for param in model.parameters():
         copies = getattr(param, "copies", None)

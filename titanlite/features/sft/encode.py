@@ -141,8 +141,8 @@ class ExampleEncoder:
         self._prefix = get_prefix(tokenizer)
         self._read_ends = build_end_reader(tokenizer)
         self._template = str(tokenizer.chat_template or "")
-        # Cutting tokens: special tokens at which a text can be cut before tokenization without
-        # changing the result.
+        # Cutting tokens: the tokenizer tokenizes the texts before and after them separately, so a
+        # text can be cut there.
         self._cutting = any_of(
             {
                 token.content
