@@ -113,9 +113,7 @@ class Checkpointer:
         self.describe(carried.describe)
 
     def certify(self, certify: Callable[[int], commit.Certify]) -> None:
-        """Add the files that `certify(step)` makes of a checkpoint to every checkpoint: see
-        `features/verify`.
-        """
+        """Let `certify(step)` make further files for every checkpoint: see `features/verify`."""
         self._certify = certify
 
     def save(

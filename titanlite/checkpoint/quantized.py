@@ -3,8 +3,8 @@
 They are dequantized while they are read. There are two formats:
 
 - FP8, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). `name.weight` (R, C) or (E, R, C) is
-  float8_e4m3fn, and `name.weight_scale_inv` has one scale per block of 128 x 128, or of another
-  size that config.json declares. Blocks may be cut at the edges.
+  float8_e4m3fn, and `name.weight_scale_inv` has one scale per block of 128 x 128, or of the size
+  that config.json declares. Blocks may be cut at the edges.
 - MXFP4 (OCP Microscaling Formats 1.0, sections 5.3 and 6). `name_blocks` (E, R, C / 32, 16) has two
   values of 4 bits (e2m1) in a byte, the first one in the lower half. `name_scales` (E, R, C / 32)
   has an exponent (e8m0) for each block of 1 x 32.

@@ -50,8 +50,8 @@ class _Overlap(NamedTuple):
     box: Region
 
     def memory(self) -> memoryview | None:
-        """Return the memory of the shard that the file's bytes belong to; None if they must be
-        changed, or belong to a device or to several ranges.
+        """Return the memory of the shard into which the file's bytes can be read directly; None if
+        they must be converted, or go to a device or to several ranges.
         """
         target = self.request.destination
         is_raw = self.stored.scale is None and self.request.encoding is None

@@ -70,10 +70,11 @@ def apply_fsdp(
 ) -> None:
     """Shard `model` in place, on meta. Parameters keep attributes that were set on them.
 
-    The FSDP units are each decoder layer, its experts if they are on another mesh, the embedding,
-    and the final norm with the output head. Tied embedding and head are in the root unit. In a
-    transformers model the blocks of a vision tower are layers too, and everything outside of layers
-    is in the root unit. If no other rank shares a parameter of the model, there are no units.
+    The FSDP units are each decoder layer, its experts if they are on a different mesh, the
+    embedding, and the final norm with the output head. Tied embedding and head are in the root
+    unit. In a transformers model the blocks of a vision tower are layers too, and everything
+    outside of layers is in the root unit. If no other rank shares a parameter of the model, there
+    are no units.
     """
     param_dtype, reduce_dtype = mixed_precision_dtypes(training, device_type)
     layers = model.decoder_layers()

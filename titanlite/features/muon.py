@@ -352,9 +352,9 @@ def _get_widths(module: nn.Module, name: str, rows: int) -> Widths:
 class Muon(torch.optim.Optimizer):
     """Two optimizers as one: Muon for the matrices in `groups`, and `adamw` for its own parameters.
 
-    `param_groups` and `state` hold those of both. A matrix that is split over ranks is put together
-    on one of them (`MatrixRedistribution`), so the step is that of one process on any mesh, up to
-    rounding.
+    `param_groups` and `state` hold the groups and states of both. A matrix that is split over ranks
+    is put together on one of them (`MatrixRedistribution`), so the step is that of one process on
+    any mesh, up to rounding.
 
     Args:
         momentum: Nesterov momentum.

@@ -200,8 +200,8 @@ class CarriedTensors:
         self._stored = places
 
     def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-        """Find the tensors whose names are those of token tables: layers for multi-token
-        prediction have copies of them.
+        """Find the tensors with names of token tables (embedding or head): layers for multi-token
+        prediction have copies of these tables.
         """
         found = {}
         for key, tensor in self._stored.items():

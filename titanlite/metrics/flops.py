@@ -82,8 +82,8 @@ def train_flops_per_token(model: Model, seq_len: int) -> int:
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Return the peak dense FLOP/s of the named GPU in bfloat16 or float16.
 
-    None for an unknown device, a slice of a device (MIG), or another dtype: no MFU is better than a
-    wrong one.
+    None for an unknown device, a slice of a device (MIG), or any other dtype: no MFU is better than
+    a wrong one.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None

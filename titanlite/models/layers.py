@@ -36,7 +36,7 @@ class Linear(nn.Linear):
         bias_scale: factor on the bias; row-parallel layers, whose outputs are summed over n ranks,
             set it to 1 / n.
         multiply: function from (x, weight, bias) to the result: `F.linear`, or a matmul with a
-            weight in another encoding.
+            weight in a different encoding.
         stacked_matrices: as in `Experts`, if the weight is a stack of several matrices.
     """
 

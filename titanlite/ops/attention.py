@@ -85,7 +85,7 @@ def build_attention_mask(
         return mask
     if backend == "varlen":
         starts_N1 = find_starts(document_ids_BS) if starts_N1 is None else starts_N1
-        # Otherwise a layer would be compiled again for another number of documents.
+        # Otherwise a layer would be compiled again for each new number of documents.
         torch._dynamo.mark_dynamic(starts_N1, 0)  # pyright: ignore[reportPrivateUsage]  documented, for all its name
         return AttentionMask(starts_N1=starts_N1, window=window)
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]

@@ -270,8 +270,8 @@ def inverse_frequencies(
     `linear` divides all frequencies by the factor. `llama3` keeps those with wavelengths below
     original / high_freq_factor, divides those with wavelengths above original / low_freq_factor,
     and blends in between. `yarn` (arXiv:2309.00071, section 3.2) keeps frequencies that turn more
-    than beta_fast times in the original length, divides those that turn less than beta_slow times,
-    and blends in between, evenly from frequency to frequency.
+    than beta_fast times in the original length, divides frequencies that turn less than beta_slow
+    times, and blends in between, evenly from frequency to frequency.
     """
     exponents = (
         torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32)

@@ -85,9 +85,9 @@ def choose_experts(
     contiguous.
 
     Return (weights_Tk, ids_Tk, counts_BNE, sums_BNE). Weights, float32, are the scores without the
-    bias and before the scaling factor; ids are int64. Counts are the rows of each expert, and sums
-    those of the normalized scores, both in N parts, without tokens whose `valid_BS` is False. Sums
-    may be None unless `sums`.
+    bias and before the scaling factor; ids are int64. Counts are the numbers of rows of each
+    expert, and sums are the sums of the normalized scores of each expert; both are in N parts, and
+    leave out tokens whose `valid_BS` is False. Sums may be None unless `sums` is True.
     """
     if takes_kernels(logits_BSE):
         return _choose_experts(

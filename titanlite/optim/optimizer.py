@@ -179,7 +179,8 @@ class Diagnosis:
 
 
 class FiniteGuard:
-    """Decision on the device which steps are applied; the host waits for it only in `look`.
+    """Counters on the device that decide which steps are applied; the host waits for them only in
+    `look`.
 
     After `limit` consecutive non-finite steps, no further step is applied. So when the host finds
     out, weights, optimizer states and biases are those before the first of them. All ranks pass it

@@ -81,7 +81,7 @@ _STATES = 3  # features that a delta net stores where attention stores one
 
 @dataclass(frozen=True)
 class Weights:
-    """Values of one kind of weights, summed over all layers, or outside of layers."""
+    """Numbers of values of one kind of weights: in all layers together, or outside of layers."""
 
     values: int = 0
     trained: int = 0
@@ -249,7 +249,7 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
 
 
 def _kept(sizes: Sizes, setup: Setup) -> float:
-    """Return the bytes that a layer stores of a token for its backward."""
+    """Return the bytes that a layer saves for its backward, per token."""
     hidden = sizes.hidden_size
     layers = sizes.num_layers
     if setup.recomputes_layers:

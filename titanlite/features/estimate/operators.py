@@ -187,8 +187,8 @@ _WITHOUT_KERNEL = {
 
 @cache
 def _written(func: Any) -> dict[str, bool]:
-    """Return the names of the arguments that `func` writes, with True for those that it does not
-    read before.
+    """Return the arguments that `func` writes, by name; True means that it does not read the old
+    content.
     """
     names = [a.name for a in func._schema.arguments if getattr(a.alias_info, "is_write", False)]
     overwrites = func in _OVERWRITING

@@ -158,12 +158,12 @@ def sweep(
 ) -> tuple[list[Planned], int]:
     """Try all legal degrees.
 
-    dp_replicate is 1 or the number of nodes. cp is that of `job`, or leaves at least 4096 tokens of
-    a sequence to a rank. The number of pipeline stages is that of `job`.
+    dp_replicate is 1 or the number of nodes. cp is the degree in `job`, or a degree that leaves at
+    least 4096 tokens of a sequence to a rank. The number of pipeline stages is as in `job`.
 
     Returns:
-        The plans, those that fit first and among them the fastest first; and how many were not
-            legal.
+        The plans, with plans that fit first and of these the fastest first; and how many were not
+        legal.
 
     Raises:
         TitanliteError: no combination is legal; the reason of the first.

@@ -182,8 +182,9 @@ class StepRecorder(MemTracker):
                 self._update_and_maybe_create_winfos(local, _REFERENCES[category])
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Subtract from the peaks those of `tensors` that the step has allocated and counted as
-        gathered weights: FSDP2 pads uneven shards in the first forward.
+        """Subtract from the peaks the `tensors` that the step has allocated itself, and has counted
+        as gathered weights: FSDP2 allocates padded shards in the first forward if shards are
+        uneven.
         """
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         made = storages.keys() - self._persistent.keys()

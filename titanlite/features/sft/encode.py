@@ -290,7 +290,7 @@ class ExampleEncoder:
 
     def _mark(self, draft: _Draft, encoding: Encoding, flags: bytearray) -> bool:
         """Set the flags of the inner answers. Return False if the tokens before an answer differ
-        from those of its prompt alone, or if a token spans the end of the answer.
+        from the tokens of its prompt alone, or if a token spans the end of the answer.
         """
         ids = encoding.ids
         offsets = encoding.offsets

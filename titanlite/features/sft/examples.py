@@ -263,8 +263,8 @@ def encode_rows(
 def make_encoder(
     data: DataSection, tokenizer: HFTokenizer, batch: list[Row]
 ) -> ExampleEncoder | None:
-    """Build the encoder for the configured format, or for that of the first row of `batch` with a
-    known one; None if there is none.
+    """Build the encoder for the configured format, or else for the format of the first row of
+    `batch` whose format is known; None if there is no such row.
 
     Raises:
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and

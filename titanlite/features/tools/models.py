@@ -132,8 +132,9 @@ def find_base(command: str, adapter: Path, asked: str | None = None) -> Path:
 
 
 def read_config(command: str, base: Path, adapters: Path | None) -> AnyModelConfig:
-    """Return the configuration of the model in `base`. A run's `adapters` of a native model have
-    the one that they were trained with, which may differ in overrides.
+    """Return the configuration of the model in `base`. If a run saved a configuration with its
+    `adapters`, as it does for native models, that one is returned: it includes the overrides of the
+    run.
     """
     own = base if adapters is None else adapters / OWN_FOLDER
     return any_model_config_from_hf(own if (own / "config.json").exists() else base, command)

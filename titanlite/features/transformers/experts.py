@@ -233,8 +233,8 @@ class TransformersExpertCounter(nn.Module):
         return {"tokens_per_expert": Init(Zeros())}
 
     def begin(self, valid_BS: torch.Tensor | None) -> None:
-        """Begin a forward in training mode. If the number of tokens is not that of `valid_BS`, all
-        are counted.
+        """Begin a forward in training mode. If `valid_BS` has a different number of tokens than the
+        experts get, all tokens are counted.
 
         The mask is stored, because recomputation in backward counts again.
         """

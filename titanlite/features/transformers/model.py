@@ -134,7 +134,7 @@ class TransformersModel(Model):
         **inputs: Any,
     ) -> torch.Tensor | LossSums:
         """Return logits (B, S, V); with labels the `LossSums`; with a cache logits (B, V). The
-        arguments are those of `Decoder`.
+        arguments are as in `Decoder.forward`.
 
         The first forward with labels or documents finds out how the model works: see `probes`.
 

@@ -147,7 +147,7 @@ def find_other_model(
     `weights`, if that is set.
 
     `where` is the setting that names the folder. Weights of equal shapes load, but compute a
-    different function with another rope_theta or epsilon. Settings in [model.overrides] are
+    different function with a different rope_theta or epsilon. Settings in [model.overrides] are
     intended.
     """
     folder = Path(weights)
