@@ -392,8 +392,8 @@ def build_dataset(job: JobConfig) -> tuple[Any, TrainDataset]:
 def fit_vocabulary(
     job: JobConfig, model_config: AnyModelConfig, num_ids: int, tp: int, start: Start | None
 ) -> tuple[JobConfig, AnyModelConfig]:
-    """Return `job` and the model's sizes, with the vocabulary of a new model as `follow_tokenizer`
-    says.
+    """Return `job` and the model's sizes. A new model gets the vocabulary size that
+    `follow_tokenizer` chooses.
 
     A run that resumes keeps the vocabulary of its checkpoint. No collective.
     """

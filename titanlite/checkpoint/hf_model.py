@@ -470,8 +470,8 @@ def check_layout(plan: Plan) -> list[str]:
 
 
 def _find_used(buffers: Sequence[TensorEntry]) -> set[str]:
-    """Return the names of the buffers that have a value other than zero, or none yet, on some rank.
-    Collective, if there are buffers.
+    """Return the names of the buffers that hold a value other than zero on some rank, or that are
+    still on meta. Collective, if there are buffers.
     """
     found = {
         entry.fqn

@@ -252,8 +252,8 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
 
 
 class _Buffer(threading.local):
-    """A thread's memory for bytes to cast, dequantize, encode, or copy to a GPU, and its stream
-    there.
+    """A thread's memory for bytes that must be cast, dequantized, encoded, or copied to a GPU, and
+    its stream on that GPU.
     """
 
     memory = torch.empty(0, dtype=torch.uint8)

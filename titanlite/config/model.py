@@ -57,8 +57,8 @@ class RopeScaling:
         "Factor on queries and keys (yarn). Unset: see mscale, or else 0.1 * ln(factor) + 1."
     )
     mscale: float | None = size(
-        "With mscale_all_dim and without attention_factor, that factor is (0.1 * mscale * "
-        "ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1) (yarn)."
+        "With mscale_all_dim and without attention_factor, the factor on queries and keys is (0.1 "
+        "* mscale * ln(factor) + 1) / (0.1 * mscale_all_dim * ln(factor) + 1) (yarn)."
     )
     mscale_all_dim: float | None = size("See mscale (yarn).")
     truncate: bool = size("Round the ends of the transition to whole frequencies (yarn).", True)

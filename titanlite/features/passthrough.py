@@ -220,8 +220,8 @@ class CarriedTensors:
         return found
 
     def _items(self, saved: Mapping[str, Item]) -> list[Item]:
-        """Return the items to save, split over the ranks by bytes; a copy is written from the
-        `saved` tensor.
+        """Return the items to save. The ranks divide them so that each writes about the same number
+        of bytes; a copy of a table is written from the table's item in `saved`.
         """
         rank, world_size = get_rank_and_size()
         loads = [0] * world_size

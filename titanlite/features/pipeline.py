@@ -274,9 +274,9 @@ def describe_pipeline(loader: TrainLoader, model_config: AnyModelConfig, degrees
     )
     if waiting >= _MUCH_WAITING and get_rank() == 0:
         logger.warning(
-            "pipeline: %.0f %% of a step is waiting. Raise training.global_batch_size (%d), or "
-            "lower training.local_batch_size (%d), so that there are several micro-batches for "
-            "each of the %d stages.",
+            "pipeline: ranks wait for other stages in %.0f %% of a step. Raise "
+            "training.global_batch_size (%d), or lower training.local_batch_size (%d), so that "
+            "there are several micro-batches for each of the %d stages.",
             100 * waiting,
             size,
             loader.local_batch_size,

@@ -174,7 +174,7 @@ def _find_hits(ids_ptr, r, R, G, G_CEIL):
 
 @triton.jit(do_not_specialize=["R", "chunks"])  # with expert parallelism they change in every step
 def count_kernel(ids_ptr, counts_ptr, R, G, chunks, C: tl.constexpr, G_CEIL: tl.constexpr):
-    """Count each id in a block of rows, `chunks` times C of them; (N, G_CEIL)."""
+    """Count each id in a block of `chunks` * C rows; write the block's counts, (N, G_CEIL)."""
     block = tl.program_id(0)
     count = tl.zeros((G_CEIL,), tl.int32)
     for chunk in range(chunks):

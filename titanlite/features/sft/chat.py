@@ -1,9 +1,9 @@
 """Chats through the tokenizer's own template: the prompt that the model gets, and the answer that
 it should give.
 
-**One rule.** The prompt of an answer is the template on the messages before it, with the generation
-prompt. The trained text is the part that the template, on the messages up to the answer, shows
-after that prompt, through the token that ends the turn.
+**One rule.** The prompt of an answer is the text that the template renders for the messages before
+it, with the generation prompt. The trained text is the part that follows this prompt when the
+template renders the messages up to the answer, including the token that ends the turn.
 
 - A generation prompt may end with a closed empty reasoning block that the completed turn omits. The
   block belongs to the prompt.

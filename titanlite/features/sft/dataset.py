@@ -153,7 +153,9 @@ def describe_counts(left_out: Counter[str]) -> str:
 
 
 def _refuse_long(examples: Examples, lengths: np.ndarray, seq_len: int) -> None:
-    """Raise a DataError that names the examples, of `lengths` (n,), that are too long."""
+    """Raise a DataError that names the examples that are too long; `lengths` (n,) are their numbers
+    of tokens.
+    """
     problems = [
         (*examples.get_place(i), f"{lengths[i]} tokens, but training.seq_len is {seq_len}.")
         for i in np.flatnonzero(lengths > seq_len).tolist()

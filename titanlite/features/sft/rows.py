@@ -111,7 +111,7 @@ class HubRows:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of its cache; empty for a stream."""
+        """The files of the dataset in the local cache; empty for a stream."""
         files = () if self.streaming else self._dataset.cache_files
         return tuple(Path(file["filename"]) for file in files)
 

@@ -261,8 +261,8 @@ def check_model_config(config: ModelConfig) -> list[str]:
     total = config.hidden_size * (config.vocab_size + config.num_layers * (heads + inner))
     if not problems and total > MOST_PARAMETERS:  # each size is possible, but their product is not
         problems = [
-            f"the model would have {total:.3g} parameters or more, and {MOST_PARAMETERS:.3g} are "
-            "the most."
+            f"the model would have {total:.3g} parameters or more, but at most "
+            f"{MOST_PARAMETERS:.3g} are supported."
         ]
     return problems
 
