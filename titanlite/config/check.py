@@ -243,8 +243,8 @@ def _check_data(job: JobConfig) -> list[_Row]:
         (
             data.sources and data.dataset not in ("examples", "text"),
             "data",
-            'data.sources are for data.dataset = "examples" or "text", which is '
-            f"{format_value(data.dataset)}. Set that, or remove the sources.",
+            'data.sources need data.dataset = "examples" or "text", but it is '
+            f"{format_value(data.dataset)}. Set it to one of these, or remove the sources.",
         ),
         *(
             (

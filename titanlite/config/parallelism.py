@@ -347,7 +347,7 @@ def _check_heads(parts: list[PartSizes], degrees: Degrees) -> list[str]:
 
 
 def _check_transformers(job: JobConfig, model: TransformersConfig, degrees: Degrees) -> list[str]:
-    """Return the features that a transformers class lacks, and the settings that it ignores."""
+    """Return a problem for each setting that a transformers class does not support or ignores."""
     what = f"{model.architecture} is transformers' implementation"
     form = job.lora.base_dtype
     backend = job.model.attention_backend

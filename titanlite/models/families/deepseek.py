@@ -156,7 +156,7 @@ def _find_lacking(config: Any, table: Mapping[str, Any]) -> Iterator[str]:
     if config.head_dim != config.qk_rope_head_dim:
         yield f"head_dim = {config.head_dim!a} is not qk_rope_head_dim = {config.qk_rope_head_dim}."
     if table.get("mscale_all_dim") and table["rope_type"] not in ("default", "yarn"):
-        yield "mscale_all_dim changes the softmax scale here with rope_type 'yarn' alone."
+        yield "mscale_all_dim changes the softmax scale: it is supported only with 'yarn'."
 
 
 def _find_lacking_in_lite(config: Any, table: Mapping[str, Any]) -> Iterator[str]:

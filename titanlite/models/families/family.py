@@ -225,8 +225,8 @@ def check_model_config(config: ModelConfig) -> list[str]:
         )
     if is_latent and config.num_heads != config.num_kv_heads:
         problems.append(
-            f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}), "
-            "which latent attention makes keys and values for."
+            f"num_kv_heads ({config.num_kv_heads}) is not num_heads ({config.num_heads}): "
+            "latent attention has a key and a value for each query head."
         )
     if config.pad_token_id is not None and not 0 <= config.pad_token_id < config.vocab_size:
         problems.append(
