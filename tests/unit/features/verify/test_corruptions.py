@@ -345,7 +345,7 @@ def test_experts_in_one_tensor_are_compared_one_by_one(folders, tmp_path):
     for problems, moved in problems_after(lambda values: None):
         assert not problems and moved["experts"] == "16 of 16"
     (alone, _), (compared, moved) = problems_after(lambda values: values[2].copy_(values[0]))
-    assert f"{down}[2] ({down}[0]): has the bits" in alone and f"{down}[2] ({down}[0])" in compared
+    assert f"{down}[2] ({down}[0]): has the same" in alone and f"{down}[2] ({down}[0])" in compared
     assert f"{down} (trained, has other bits): is not what was saved" in alone
     assert f"{down}[2]: has nothing in common" in compared
     _, (_, moved) = problems_after(lambda values: values[3].copy_(before[3]))
