@@ -62,8 +62,8 @@ def render_verdict(
 
 
 def _choices(base: Planned, tokens: float) -> Iterator[str]:
-    """Yield a line with the chosen settings, and one with the best settings if all were left
-    open.
+    """Yield a line with the chosen settings, and a line with the best settings, chosen as if all
+    were left open, if they are much faster or only they fit.
     """
     given = base.choice
     best = base.best
