@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Part -> most tokens. A module of the package that is in no other part is in the core.
-LIMITS = {"core": 84_500, "floor": 74_700, "features": 116_000, "tests": 271_000, "scripts": 35_500}
+LIMITS = {"core": 83_700, "floor": 74_700, "features": 113_000, "tests": 261_300, "scripts": 35_500}
 FLOOR = ("base/", "config/", "models/families/", "data/", "metrics/", "launch/", "__main__.py")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
 
