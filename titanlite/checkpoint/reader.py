@@ -135,8 +135,8 @@ class SafetensorsReader:
                 left -= box.numel
                 if request.encoding is not None and box.lengths[-1] < region.lengths[-1]:
                     raise CheckpointError(
-                        f"{where}: {stored.key} has parts of rows of {request.name}, which "
-                        f"cannot be kept as {request.encoding.name}."
+                        f"{where}: {stored.key} has only parts of the rows of {request.name}, and "
+                        f"{request.encoding.name} needs whole rows."
                     )
                 yield _Overlap(stored, piece, request, box)
         if left:
