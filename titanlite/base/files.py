@@ -165,8 +165,9 @@ def is_full(error: OSError) -> bool:
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LOCK_FILE = ".run.lock"
 LOCK_WAIT_S = 10.0  # the lock of a dying process is released after a moment
-# Content of a lock file, used if it cannot be read: the process that writes into the run's folder.
-# `rendezvous` is the rendezvous of the run's machines, if there are several.
+# A lock file describes the process that writes into the run's folder. These values stand in for a
+# file that cannot be read, or for what it does not say. `rendezvous` is the rendezvous of the run's
+# machines, if there are several.
 _UNKNOWN = {"pid": 0, "host": "an unknown machine", "since": "an unknown time", "rendezvous": ""}
 
 

@@ -12,8 +12,9 @@ _OUTSIDE = ("lm_head.", "mtp.")  # keys outside of the base model
 
 
 def with_base_prefix(stored: Stored, larger_prefix: str = BASE) -> Stored:
-    """Return `stored` with the native decoder's names, where the prefix of its base model is
-    missing or doubled. `larger_prefix` is the prefix of the text model in a larger one.
+    """Return `stored` with the native decoder's names: the prefix of the base model is added where
+    it is missing, and removed once where it is doubled. If the text model is part of a larger model
+    (image and text), `larger_prefix` is the prefix of its keys there.
 
     `AutoModel.save_pretrained` writes the base model without its prefix. `from_pretrained` adds or
     removes the prefix where that gives a name of the model.

@@ -25,11 +25,12 @@ SIDECAR_FILE = "expert_bias.safetensors"
 MASTER_PREFIX = "master."
 # Written by other programs; titanlite computes these tensors from the configuration.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# A layer, or a part that a text-only class does not have. The key below marks a layer for
-# multi-token prediction: its projection combines the last layer's result with an embedding.
+# Matches the beginning of keys in a layer, or in a part that text-only classes do not have.
 _PART = re.compile(
     r"(?:model\.)?(mtp\w*|visual|vision_\w+|audio_\w+|multi_modal_projector)\.|(?:.*?\.)?layers\.\d+\."
 )
+# A layer with this weight is for multi-token prediction: the projection combines the last layer's
+# result with an embedding.
 PREDICTION_KEY = "eh_proj.weight"
 # Fused weights of experts, with the matrices that are stored for each expert.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

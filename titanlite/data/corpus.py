@@ -159,8 +159,9 @@ def find_files(
 
 
 def choose_split(files: Sequence[Path], root: Path, split: str) -> list[Path]:
-    """Return the `files` in `root` whose names contain `split`; if there are none, the files of the
-    same kind of split; if there are none either, the files without a split in their names.
+    """Return the `files` in `root` whose names contain `split`; if there are none, the files whose
+    names contain a synonym (`dev` for `validation`, see `_SPLITS`); if there are none either, the
+    files without a split in their names.
 
     Raises DataError: all files are of different splits.
     """

@@ -112,10 +112,11 @@ def checkpoint_operations(model: Model, section: ActivationCheckpointSection) ->
 
     A region is smaller than a layer: selective checkpointing replays a region operation by
     operation, and the hooks of an FSDP unit inside it would run different operations in the replay.
-    The result of a region is saved, too, if it comes from a matmul. So the regions are attention up
-    to its output projection, feed-forward parts that are wider inside than outside, and experts
-    with adapters or quantized weights. Other experts are fused, and save the tensors that their
-    backward needs.
+    The results of all matmuls in a region are saved, also the region's own result if a matmul gives
+    it. So attention is a region only up to its output projection. A feed-forward part is a region
+    only if it is wider inside than outside, so that recomputing frees more memory than the result
+    takes. Experts with biases, adapters or quantized weights are regions. Other experts are fused,
+    and save the tensors that their backward needs.
 
     The collectives of tensor and expert parallelism are between the regions, so their results are
     saved. The collectives of context parallelism are inside attention and run again: their inputs

@@ -98,7 +98,8 @@ class CoreDelta(Core):
         beta_1Sg: torch.Tensor,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Return the outputs of one new token of each row, all in a single row with padding.
+        """Return the outputs of one new token per sequence. The new tokens of all B sequences are
+        side by side in a single row, and padding follows them.
 
         The cache holds the last inputs of the convolution (B, W - 1, C) and the states (B, g, K,
         V).

@@ -98,8 +98,8 @@ class Part(nn.Module):
 
     A part calls no collectives. With tensor parallelism, a part with `splits` is called with all
     positions, and its results are summed over the ranks. A part without `splits` is called with a
-    rank's own positions; `sequence_parts` describes these, in the order in which sequences are
-    split.
+    rank's own positions. Context parallelism splits sequences first, then tensor parallelism:
+    `sequence_parts` has one entry for each of these splits, in this order.
 
     Attributes:
         splits: names of linear layers that tensor parallelism splits, with the dim of their weights

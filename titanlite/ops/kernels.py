@@ -76,11 +76,12 @@ def like(*places: int) -> Callable[..., Any]:
 def differentiate(
     forward: Callable[..., Any], backward: Callable[..., Any], num_kept: int = 0
 ) -> Callable[..., Any]:
-    """Return the operator `forward` with the autograd formula `backward`. The operands are tensors,
-    followed by numbers, and are saved for backward. `backward` gets the contiguous gradients of the
-    results, then the operands, and returns the gradients of the first operands. The last `num_kept`
-    results of `forward` are not returned but saved; `backward` gets them between the tensors and
-    the numbers.
+    """Return the operator `forward` with the autograd formula `backward`.
+
+    The operands are tensors, followed by numbers. They are saved for backward, with the last
+    `num_kept` results of `forward`, which are not returned. `backward` gets the gradients of the
+    returned results, contiguous, then the tensors, the kept results, and the numbers. It returns
+    the gradients of as many operands as it likes, from the first on; the other operands get none.
     """
 
     class Differentiable(torch.autograd.Function):

@@ -217,11 +217,11 @@ def group_by_expert(
 ) -> tuple[Tensor, ...]:
     """Order rows by their ids, stable in the tokens; return (order_R, token_R, rows_Tk, ends_E).
 
-    `order_R`, int32 from the kernels and int64 from torch, has the position in the flattened (T, k)
-    ids of each sorted row, or of the first `num_rows` rows; `token_R`, int32, has its token.
-    `rows_Tk`, int32, has the sorted row of each choice: the inverse of the whole `order_R`.
-    `ends_E`, int32, is the end of each expert's rows. Ids from `num_experts` on come last and do
-    not count.
+    Sorted row r is the choice at position `order_R[r]` of the flattened (T, k) ids, and belongs to
+    token `token_R[r]`. With `num_rows` both have only the first sorted rows. `rows_Tk` has the
+    sorted row of each choice: the inverse of the whole `order_R`. `ends_E` is the end of each
+    expert's rows. Ids from `num_experts` on come last and do not count. All results are int32, but
+    `order_R` from torch is int64.
     """
     if takes_kernels(ids_Tk):
         num_rows = ids_Tk.numel() if num_rows is None else num_rows

@@ -27,11 +27,10 @@ from titanlite.models.moe import is_routed
 _HALF = 2  # bytes of a value in bfloat16
 _FULL = 4
 _LOSS_CHUNK = 4096  # tokens whose logits exist at the same time
-# bytes held for a logit and its gradient; copies of the head in bfloat16 that are held with FSDP,
-# and without FSDP
-_LOGIT_BYTES = 2.4
-_HEADS = 4.2
-_WHOLE_HEADS = 2
+_LOGIT_BYTES = 2.4  # held for a logit and its gradient
+# copies of the head, in bfloat16, that are held
+_HEADS = 4.2  # if FSDP shards it
+_WHOLE_HEADS = 2  # if not
 # bytes moved for a logit, and for a weight of the head in each chunk
 _LOGIT_TRAFFIC = 5
 _HEAD_TRAFFIC = 45
@@ -42,19 +41,17 @@ _GATHER_COPIES = 1.5
 _REDUCE_COPIES = 12
 # bytes that clipping and AdamW move for a trained value, without its two moments
 _OPTIMIZER_BYTES = 24
-# bytes moved for the gradient of a value in a shard: to store it, to add another micro-batch's to
-# it, and to add it if FSDP does not shard the value
-_FIRST_BYTES = 8
-_SUM_BYTES = 24
-_WHOLE_BYTES = 16
-# kernels of a layer without recomputation; more for experts, for their all-to-all, for copies at dp
-# = 1
-_KERNELS = 56
-_OF_EXPERTS = 33
-_OF_EXCHANGE = 23
-_OF_COPIES = 12
-_FORWARD = 0.4  # fraction of them in forward
-# fraction that is recomputed in backward
+# bytes moved for the gradient of a value in a shard
+_FIRST_BYTES = 8  # to store it
+_SUM_BYTES = 24  # to add the gradient of another micro-batch to it
+_WHOLE_BYTES = 16  # to add it, if FSDP does not shard the value
+# kernels of a layer without recomputation
+_KERNELS = 56  # of every layer
+_OF_EXPERTS = 33  # in addition, for experts
+_OF_EXCHANGE = 23  # in addition, for their all-to-all
+_OF_COPIES = 12  # in addition, for copies without FSDP
+_FORWARD = 0.4  # fraction of a layer's kernels that run in forward
+# fraction of a layer's kernels that run again in backward, by mode of recomputation
 _AGAIN = {"none": 0.0, "selective": 0.03, "keep_attention": 0.15, "full": 0.15}
 # values that elementwise kernels move for each feature of the residual stream, attention, dense
 # feed-forward and experts: in forward and backward together, and in recomputation
@@ -368,7 +365,9 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
 
 
 def _widths(sizes: Sizes, factors: tuple[float, ...]) -> float:
-    """Return the values that elementwise kernels of all layers move for a token."""
+    """Return how many values the elementwise kernels of all layers move for a token; `factors` are
+    as in `_MOVED`.
+    """
     residual, attention, mlp, experts = factors
     widths = residual * sizes.hidden_size * sizes.num_layers
     widths += attention * sizes.attention_width + mlp * sizes.mlp_width

@@ -7,8 +7,8 @@ template renders the messages up to the answer, including the token that ends th
 
 - A generation prompt may end with a closed empty reasoning block that the completed turn omits. The
   block belongs to the prompt.
-- A template may rewrite the history of a completed turn. The answer then starts after the same role
-  header.
+- A template may render earlier messages differently once the turn is completed. The answer then
+  starts after the role header that ends the prompt.
 - The end of a turn is found once per template, with made-up words, because an answer may contain
   any text.
 - Every text of a message must appear in its turn's answer or in the next prompt. Otherwise the

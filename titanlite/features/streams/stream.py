@@ -2,10 +2,10 @@
 
 Rows are read in blocks of `data.streaming_block_rows`. Each block is packed separately, best-fit,
 and its sequences are shuffled by (seed, block). So with any world size, sample n depends only on
-the rows, the settings and the seed. A run resumes at any sample, because of earlier blocks only the
-position of the last row and the number of sequences must be known. The cache folder stores both,
-and a resumed run continues after that row. If they are missing (on a different machine, without a
-shared cache), the blocks are tokenized again.
+the rows, the settings and the seed. A run can resume at any sample. It needs only two facts about
+each earlier block, which are in the cache folder: where its rows end, and how many sequences it
+has. If these are missing (on a different machine, without a shared cache), the blocks are tokenized
+again.
 
 Every rank makes every block, because the number of its sequences is known only after packing. A
 thread makes the next block while the run trains on the current one.

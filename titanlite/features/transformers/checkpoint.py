@@ -191,8 +191,9 @@ class TransformersCheckpoint(StoredWeights):
                 self._claims[name] = source
 
     def _explain_absent(self, tensors: Mapping[str, TensorInfo]) -> list[tuple[str, InvalidClaim]]:
-        """Return an error for tensors that are missing for a common reason; missing selection
-        biases are initialized by the class.
+        """Return errors for absent tensors with a known reason: selection biases, unless
+        `absent_bias` allows this, and the head, if the checkpoint has only the base model. Absent
+        selection biases get the initial values of transformers' class.
 
         Raises CheckpointError: the names of most stored tensors differ from the expected ones by
         the same prefix.

@@ -207,7 +207,8 @@ class Group:
     """Sources that are converted to targets together, through one entry of transformers' mapping.
 
     Attributes:
-        first: transformers' name for the group: the first target, or one with a list index in it.
+        first: transformers' name for the group: the name of its first target, in which `*` may
+            stand for a list index, such as an expert's number.
         entry: the WeightRenaming or WeightConverter.
         sources: names of sources by the pattern that they match, in order.
     """

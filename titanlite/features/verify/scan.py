@@ -109,7 +109,7 @@ def scan(stored: Stored, base: Iterable[Look] = ()) -> list[Look]:
 
 
 def _kind_of(look: Look) -> object:
-    """Return the facts that the base's tensor must have in common with a tensor."""
+    """Return the facts in which a tensor and its counterpart in the base must be equal."""
     return look.key, look.shape, look.stored.dtype in PLAIN or look.stored.dtype
 
 
