@@ -385,7 +385,9 @@ def test_routing_has_the_values_of_float64_and_the_same_bits_in_every_run(
 
     def run(logits):
         leaf = logits.detach().requires_grad_()
-        weights, ids, counts, sums = routing.choose_experts(logits, bias, valid, config, sums=True)
+        weights, ids, counts, sums = routing.choose_experts(
+            logits, bias, valid, config, counts=True, sums=True
+        )
         chosen = (weights, ids, load.to(leaf), sums.sum(1))
         weights, aux = routing.WeighExperts.apply(config, leaf, valid, *chosen)
         (gradient,) = torch.autograd.grad((weights * upstream).sum() + aux, leaf)

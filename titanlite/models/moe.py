@@ -119,7 +119,12 @@ class Router(nn.Module):
         config = self.config
         is_balanced = self.training and bool(self.aux_loss_coeff)
         weights_Tk, ids_Tk, counts_BNE, sums_BNE = choose_experts(
-            logits_BSE, self.expert_bias, valid_BS, config, sums=is_balanced
+            logits_BSE,
+            self.expert_bias,
+            valid_BS,
+            config,
+            counts=self.training,
+            sums=is_balanced,
         )
         if self.training:
             torch.sum(counts_BNE, (0, 1), out=self.tokens_per_expert)

@@ -79,6 +79,7 @@ def choose_experts(
     valid_BS: Tensor | None,
     config: "ModelConfig",
     *,
+    counts: bool,
     sums: bool,
 ) -> tuple[Any, ...]:
     """Choose top_k experts for each token by their scores plus `expert_bias`; all tensors are
@@ -87,7 +88,7 @@ def choose_experts(
     Return (weights_Tk, ids_Tk, counts_BNE, sums_BNE). Weights, float32, are the scores without the
     bias and before the scaling factor; ids are int64. Counts are the numbers of rows of each
     expert, and sums are the sums of the normalized scores of each expert; both are in N parts, and
-    leave out tokens whose `valid_BS` is False. Sums may be None unless `sums` is True.
+    leave out tokens whose `valid_BS` is False. They may be None unless `counts` or `sums` is True.
     """
     if takes_kernels(logits_BSE):
         return _choose_experts(
@@ -109,7 +110,9 @@ def choose_experts(
     weights_Tk = scores_TE.gather(-1, ids_Tk)
     if config.norm_topk_prob:
         weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-    counts_B1E = _count(ids_Tk, valid_BS, scores_BSE.shape[0], config.num_experts)
+    counts_B1E = None
+    if counts:
+        counts_B1E = _count(ids_Tk, valid_BS, scores_BSE.shape[0], config.num_experts)
     sums_B1E = None
     if sums:
         share_BSE = _shares(scores_BSE, config)

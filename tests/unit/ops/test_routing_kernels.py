@@ -85,7 +85,7 @@ def test_choice_and_gradients(name):
     real = real.expand(batch, size)
     valid = real if is_padded else None
     weights, ids, counts, sums = routing.choose_experts(
-        logits.detach(), bias, valid, config, sums=True
+        logits.detach(), bias, valid, config, counts=True, sums=True
     )
     wide = logits.detach().double().requires_grad_()
     scores, exact_ids = expect(wide, bias.double(), config)
@@ -125,7 +125,7 @@ def test_of_equal_scores_the_lowest_number_is_chosen(name):
     torch.manual_seed(0)
     logits = torch.randint(3, (*shape, config.num_experts), device=DEVICE).float()
     bias = torch.zeros(config.num_experts, device=DEVICE)
-    _, ids, *_ = routing.choose_experts(logits, bias, None, config, sums=True)
+    _, ids, *_ = routing.choose_experts(logits, bias, None, config, counts=True, sums=True)
     assert torch.equal(ids, expect(logits, bias, config)[1].flatten(0, 1))
 
 
@@ -137,7 +137,7 @@ def test_nan_is_chosen_and_ids_are_valid(name):
     logits[0, 0] = float("nan")
     logits[0, 1, 7] = float("nan")
     bias = torch.zeros(config.num_experts, device=DEVICE)
-    weights, ids, *_ = routing.choose_experts(logits, bias, None, config, sums=True)
+    weights, ids, *_ = routing.choose_experts(logits, bias, None, config, counts=True, sums=True)
     assert weights[:2].isnan().any(1).all() and weights[2:].isfinite().all()
     ids = ids.sort().values
     assert (ids >= 0).all() and (ids < config.num_experts).all() and (ids.diff() > 0).all()
