@@ -36,6 +36,7 @@ from titanlite.models.decoder import Decoder, LossSums
 _MUCH_WAITING = 0.5  # fraction of a step
 
 MOST_SENT = 2
+_MOST_DIMS = 3  # of logits
 
 
 def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dtype) -> None:
@@ -128,10 +129,12 @@ class StageLink:
 
     def share(self, logits: torch.Tensor) -> torch.Tensor:
         """Broadcast the last stage's `logits` to all stages, which may not know their shape."""
-        shape = [logits.shape]
-        # synchronization point
-        dist.broadcast_object_list(shape, group=self._all_group, group_src=self._last)
-        out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape[0])
+        # A tensor: for each token an object would be pickled, and need a second broadcast.
+        sizes = [*logits.shape, *(-1 for _ in range(_MOST_DIMS - logits.dim()))]
+        header = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
+        dist.broadcast(header, group=self._all_group, group_src=self._last)
+        shape = [size for size in header.tolist() if size >= 0]  # synchronization point
+        out = logits.detach().contiguous() if self._is_last else logits.new_empty(shape)
         dist.broadcast(out, group=self._all_group, group_src=self._last)
         return out
 
