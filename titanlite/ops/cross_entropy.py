@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.kernels import operator
-from titanlite.ops.matmul import get_launchers, resolve_backend, sum_over_rows
+from titanlite.ops.matmul import get_launchers, has_kernels, sum_over_rows
 
 IGNORE_INDEX = -100
 _CACHED_LOGITS = 1 << 19  # as many as stay in a core's cache, in float32
@@ -39,7 +39,7 @@ class VocabShard:
 
 
 def _use_kernels(x: Tensor) -> bool:
-    return resolve_backend("auto", x.device, x.dtype) == "triton"
+    return has_kernels(x.device, x.dtype)
 
 
 def _wide(x: Tensor) -> torch.dtype:

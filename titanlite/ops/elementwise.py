@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.kernels import define_operator, differentiate, like
-from titanlite.ops.matmul import resolve_backend
+from titanlite.ops.matmul import has_kernels
 
 if TYPE_CHECKING:  # operators import only torch and triton
     from titanlite.config.model import RopeScaling
@@ -85,7 +85,7 @@ def takes_kernels(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or any(t is not None and t.dtype != x.dtype for t in others):
         return False
-    return resolve_backend("auto", x.device, x.dtype) == "triton"
+    return has_kernels(x.device, x.dtype)
 
 
 def rms_norm(

@@ -241,6 +241,11 @@ def resolve_backend(
     return backend
 
 
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if titanlite's Triton kernels serve tensors of `dtype` on `device` by default."""
+    return resolve_backend("auto", device, dtype) == "triton"
+
+
 @torch.compiler.assume_constant_result  # it would break a compiled graph
 def triton_problem() -> str | None:
     """Return the reason, a sentence, why Triton's code for this machine's GPU cannot be trusted;

@@ -31,6 +31,7 @@ from titanlite.ops.matmul import (
     grouped_mm,
     grouped_mm_wgrad,
     grouped_mm_wgrad_into,
+    has_kernels,
     resolve_backend,
 )
 
@@ -43,7 +44,7 @@ def gather_sum(y_RD: Tensor, rows_Tk: Tensor) -> Tensor:
     """
     if rows_Tk.shape[1] == 1:
         return y_RD.index_select(0, rows_Tk.squeeze(1))
-    if resolve_backend("auto", y_RD.device, y_RD.dtype) == "triton":
+    if has_kernels(y_RD.device, y_RD.dtype):
         return gather_sum_rows(y_RD.contiguous(), rows_Tk)
     if rows_Tk.numel() > y_RD.shape[0]:
         y_RD, rows_Tk = F.pad(y_RD, (0, 0, 0, 1)), rows_Tk.clamp(max=y_RD.shape[0])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.ops.kernels import define_operator, like
-from titanlite.ops.matmul import resolve_backend
+from titanlite.ops.matmul import has_kernels
 
 if TYPE_CHECKING:  # operators import only torch and triton
     from titanlite.config.model import ModelConfig
@@ -68,9 +68,7 @@ def takes_kernels(x: Tensor) -> bool:
     """Return True if the kernels serve logits, which are float32, or ids `x`. In compiled code
     torch fuses these operations itself.
     """
-    if torch.compiler.is_compiling():
-        return False
-    return resolve_backend("auto", x.device, torch.float32) == "triton"
+    return not torch.compiler.is_compiling() and has_kernels(x.device, torch.float32)
 
 
 def choose_experts(
