@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.base.agree import get_rank_and_size
 from titanlite.base.process import count_threads
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
@@ -152,7 +153,8 @@ def write_items(
     sums_of_files: dict[str, _Sums] = {}
     digests = {} if digests is None else digests
     mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
-    first = dist.get_rank() * len(files) // dist.get_world_size() if dist.is_initialized() else 0
+    rank, world_size = get_rank_and_size()
+    first = rank * len(files) // world_size
     with timed(text, mine, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # ranks begin with different files
             parts = [

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.agree import get_rank_and_size
 from titanlite.config.schema import OptimizerSection
 from titanlite.materialize.layout import Region, is_remote, local_of, region_at, region_of
 from titanlite.models.interface import Model
@@ -229,7 +230,8 @@ def _get_holders(param: torch.Tensor) -> Holders:
     `param` is not split.
     """
     if not isinstance(param, DTensor):
-        return [(dist.get_rank() if dist.is_initialized() else 0, region_of(param))]
+        rank, _ = get_rank_and_size()
+        return [(rank, region_of(param))]
     mesh = param.device_mesh
     coordinate = param.device_mesh.get_coordinate()
     assert coordinate is not None  # every rank trains
