@@ -16,7 +16,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
 from titanlite.checkpoint.folder import Stored, StoredTensor
-from titanlite.checkpoint.hf_model import StoredWeights, explain_untied, is_equal
+from titanlite.checkpoint.hf_model import TIE_FLAG, StoredWeights, explain_untied, is_equal
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     MASTER_PREFIX,
@@ -103,7 +103,7 @@ class TransformersCheckpoint(StoredWeights):
         for name, target in ties.items():
             own, other = self._claims.get(name), self._claims.get(target)
             if isinstance(own, Read) and isinstance(other, Read) and not is_equal(own, other):
-                found[name] = explain_untied(self.name, target, "tie_word_embeddings", _UNTIE)
+                found[name] = explain_untied(self.name, target, TIE_FLAG, _UNTIE)
         return found
 
     def _claim(
