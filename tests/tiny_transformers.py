@@ -20,6 +20,15 @@ TEXT_SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# of a tower whose results are as wide as the text model
+VISION_SIZES = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
 
 _ODD = VOCAB_SIZE + 1  # split over two ranks it does not go round
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -44,14 +53,7 @@ def _qwen2_5_vl():
         **TEXT_SIZES,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
     }
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-    }
-    vision |= {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
+    vision = {**VISION_SIZES, "window_size": 16, "fullatt_block_indexes": [1]}
     ids = {
         "image_token_id": 10,
         "video_token_id": 11,

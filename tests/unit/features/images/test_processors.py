@@ -12,7 +12,7 @@ import pytest
 import torch
 from files import read_json
 from PIL import Image
-from tiny_transformers import TEXT_SIZES, word_tokenizer
+from tiny_transformers import TEXT_SIZES, VISION_SIZES, word_tokenizer
 
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.images import ImageDataset, load_processor, read_image_rows
@@ -78,18 +78,9 @@ def qwen(version):
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": rope}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "out_hidden_size": 32,
-    }
+    vision = dict(VISION_SIZES)
     vision |= (
-        {"patch_size": 4, "deepstack_visual_indexes": [0]} if version == "3" else {"patch_size": 4}
-    )
-    vision |= (
-        {"num_position_embeddings": 64}
+        {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         if version == "3"
         else {"window_size": 16, "fullatt_block_indexes": [1]}
     )
