@@ -41,6 +41,7 @@ FAMILIES = {
     "gpt_oss": ["--model.name=gpt_oss"],
     "olmo3": ["--model.name=olmo3"],
     "minimax_m2": ["--model.name=minimax_m2"],
+    "ernie4_5_moe": ["--model.name=ernie4_5_moe"],
     "glm4_moe_lite": ["--model.name=glm4_moe_lite"],
     "solar_open": ["--model.name=solar_open"],
     "qwen3_5": ["--model.name=qwen3_5_text"],
@@ -182,6 +183,7 @@ TP2xFSDP2      ministral               2 full_ac weekly
 FSDP4          gpt_oss                 1 weekly
 TP2xFSDP2      olmo3                   2 selective_ac weekly
 TP2xEP2        minimax_m2              1 always
+TP2xEP2        ernie4_5_moe            1
 TP2xEP2        glm4_moe_lite           1 full_ac
 EP4            solar_open              2
 TP2xFSDP2      gpt_oss                 1 selective_ac operators

@@ -149,7 +149,8 @@ def _named_pieces(
                 region = Region((expert, i * rows, 0), (1, rows, width))
                 yield Piece(f"{prefix}.{expert}.{part}.weight", (rows, width), region)
     elif leaf == "expert_bias" and family.expert_bias_key:
-        yield whole(f"{prefix}.{family.expert_bias_key}", shape)
+        stored_shape = (*[1] * (family.expert_bias_dims - 1), *shape)
+        yield Piece(f"{prefix}.{family.expert_bias_key}", stored_shape, Region((0,), shape))
     else:
         yield whole(key, shape)
 

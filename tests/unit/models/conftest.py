@@ -49,7 +49,13 @@ def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str
     pieces = list(checkpoint_pieces(name, tuple(values.shape), config, Layout(is_fused=True)))
     parts = [values[piece.region.slices] for piece in pieces]
     found = torch.cat([part.mT for part in parts] if pieces[0].is_transposed else parts)
-    return pieces[0].key.replace("block_sparse_moe", "mlp"), found  # as it is named when loaded
+    key = pieces[0].key
+    for stored, loaded in {
+        "block_sparse_moe": "mlp",
+        "mlp.moe_statics": "mlp.gate.moe_statics",
+    }.items():
+        key = key.replace(stored, loaded)
+    return key, found.view(pieces[0].shape)
 
 
 def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:

@@ -321,6 +321,8 @@ class Family:
     layer: Callable[[ModelConfig, int], Layer] = standard_layer
     # key of the router's bias buffer in checkpoints, below `mlp.gate`, if the architecture has one
     expert_bias_key: str | None = None
+    # number of dimensions that it has there; the last one is that of the experts, the others are 1
+    expert_bias_dims: int = 1
     # If rows of stored tensors have a different order than in memory: pattern of names -> function
     # that yields, in stored order, (first row in memory, number of rows).
     row_orders: Mapping[str, Callable[[ModelConfig], Iterable[tuple[int, int]]]] = field(
