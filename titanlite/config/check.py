@@ -61,9 +61,9 @@ def check_values(job: JobConfig) -> list[Problem]:
 def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
     """Return a problem for each setting in `given` that has no effect in this run.
 
-    `only_for` names a setting that must be given too, or one of the conditions that `_get_uses`
-    returns. In the second case, a setting that has its default value is not a mistake: saved
-    configurations list all defaults.
+    `only_for` names a setting that must be given too, or a condition (`_holds`). In the second
+    case, a setting that has its default value is not a mistake: saved configurations list all
+    defaults.
     """
     problems = []
     for key in given:
@@ -71,8 +71,8 @@ def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
         setting = find_setting(key) or next(iter(find_section(key) or ()), None)
         if setting is None or not (scope := setting.metadata["only_for"]):
             continue
-        uses = [
-            _get_uses(job, source)
+        sources = [
+            source
             for name, source in get_sources(job.data).items()
             if not key.startswith("data.") or get_source_key(job.data, name, setting.name) == key
         ]
@@ -80,20 +80,21 @@ def find_ignored(job: JobConfig, given: Mapping[str, str]) -> list[Problem]:
             is_read = scope in given
         else:
             is_default = get_value(job, key) == setting.default
-            is_read = is_default or not uses or any(use[scope] for use in uses)
+            is_read = is_default or not sources or any(_holds(job, scope, s) for s in sources)
         if not is_read:
             text = f"{key} has no effect without {scope}. Set that, or remove {key}."
             problems.append(Problem(key, text))
     return problems
 
 
-def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
-    """Return the conditions that `only_for` of a setting may name, each with whether it holds in
-    this run. For settings of data, `source` is the data source that they belong to.
+def _holds(job: JobConfig, condition: str, source: DataSection) -> bool:
+    """Return True if the `condition`, which `only_for` of a setting names, holds in this run: the
+    value of another setting, such as 'checkpoint.enable = true', or one of the conditions below.
+    For settings of data, `source` is the data source that they belong to.
     """
     is_rows = source.dataset == "examples"
     on_hub, in_folder = _has_splits(source.path)
-    return {
+    conditions = {
         EXAMPLES: is_rows,
         'data.dataset = "text"': source.dataset == "text",
         "rows with a text": is_rows and source.format in ("auto", "text"),
@@ -103,13 +104,13 @@ def _get_uses(job: JobConfig, source: DataSection) -> dict[str, object]:
         "a folder or a dataset of the hub in validation_path": is_rows
         and any(_has_splits(source.validation_path)),
         "rows of path that are held out": not (source.validation_path or source.streaming),
-        'activation_checkpoint.mode = "selective"': job.activation_checkpoint.mode == "selective",
-        'optimizer.name = "AdamW"': job.optimizer.name == "AdamW",
-        'optimizer.state_dtype = "float32"': job.optimizer.state_dtype == "float32",
-        'optimizer.name = "Muon"': job.optimizer.name != "AdamW",
-        "checkpoint.enable = true": job.checkpoint.enable,
+        'optimizer.name = "Muon"': job.optimizer.name != "AdamW",  # or the user's own
         "parallelism.pipeline_parallel_degree > 1": job.parallelism.pipeline_parallel_degree > 1,
     }
+    if condition in conditions:
+        return bool(conditions[condition])
+    key, wanted = condition.split(" = ")
+    return format_value(get_value(job, key)) == wanted
 
 
 def _has_splits(path: str) -> tuple[bool, bool]:

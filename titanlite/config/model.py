@@ -16,7 +16,8 @@ def setting(default: Any, doc: str = "", **metadata: Any) -> Any:
     (`base.extension`) may be called; None: no extension is allowed. `is_list`: a comma-separated
     string, also accepted as a list. `ge, gt, le, lt`: bounds of a number, by default 0 or more;
     `also`: one value accepted outside of them. `only_for`: the condition without which the setting,
-    or the whole section, has no effect (`check.find_ignored`).
+    or the whole section, has no effect, such as 'checkpoint.enable = true' or "lora.rank"
+    (`check.find_ignored`).
     """
     metadata["doc"] = doc
     if callable(default):
