@@ -134,18 +134,18 @@ def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ra
     run_ranks(1, rank_main)
 
 
-def average_by_hand(job):
+def average_by_hand(job, shares):
     """Train 4 steps with the built-in AdamW; return the validation losses of the average after the
-    second and the last step, and the last average.
+    second and the last step, and the last average. `shares` are the weights' shares of the average.
     """
     trainer = assemble(job)
     average = {}
     losses = []
-    for step in range(4):
+    for step, share in enumerate(shares):
         take_step(trainer, step)
         weights = {name: param.detach() for name, param in trainer.model.named_parameters()}
         for name, weight in weights.items():
-            average.setdefault(name, weight.clone()).lerp_(weight, 1 - 0.9)
+            average.setdefault(name, weight.clone()).lerp_(weight, share)
         if step in (1, 3):
             kept = {name: weight.clone() for name, weight in weights.items()}
             for name, weight in weights.items():
@@ -166,8 +166,16 @@ def train_parts(jobs):
     return [losses[2], losses[4]]
 
 
-@pytest.mark.parametrize("mesh", ["FSDP2", weekly("TP2xEP2")])
-def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "name", "shares"),
+    [
+        ("FSDP2", "averaged_adamw", [0.1, 0.1, 0.1, 0.1]),
+        weekly("TP2xEP2", "averaged_adamw", [0.1, 0.1, 0.1, 0.1]),
+        # the last 2 steps of a run of 2 steps, and of the run that continues it to 4
+        ("FSDP2", "tail_averaged_adamw", [1.0, 0.5, 1.0, 0.5]),
+    ],
+)
+def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, mesh, name, shares):
     """The average equals the average of one rank's weights, and training continues from the weights
     themselves.
     """
@@ -180,11 +188,11 @@ def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, 
         "--checkpoint.export_dtype=float32",
     ]
     plain = checked(Degrees(), FOUR, *settings)
-    ((expected, average),) = run_warm(1, average_by_hand, plain)
-    ema = "--optimizer.name=my_averages:averaged_adamw"
+    ((expected, average),) = run_warm(1, average_by_hand, plain, shares)
+    averaged = f"--optimizer.name=my_averages:{name}"
     folder = f"--job.dump_folder={tmp_path / 'average'}"
     parts = [
-        checked(MESHES[mesh], FOUR, *settings, ema, folder, f"--training.steps={steps}")
+        checked(MESHES[mesh], FOUR, *settings, averaged, folder, f"--training.steps={steps}")
         for steps in (2, 4)
     ]
     losses, *_ = run_warm(MESHES[mesh].world_size, train_parts, parts)
@@ -193,8 +201,8 @@ def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, 
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     found = dict(model.named_parameters())
     assert found.keys() == average.keys()
-    for name, value in average.items():
-        torch.testing.assert_close(found[name].detach(), value, rtol=1e-4, atol=1e-6)
+    for key, value in average.items():
+        torch.testing.assert_close(found[key].detach(), value, rtol=1e-4, atol=1e-6)
 
 
 def test_a_metric_of_gradients_is_the_same_on_all_meshes(train_into, tmp_path):

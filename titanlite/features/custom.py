@@ -343,6 +343,9 @@ def _try_out(build: _Build, named: _Named, section: OptimizerSection) -> dict[st
         (name, nn.Parameter(torch.ones(_SIZES[: p.dim()], dtype=p.dtype))) for name, p in named
     ]
     optimizer = _build(build, stand_ins, section)
+    for group in optimizer.param_groups:  # as in `Schedule`
+        group["training_step"] = 0
+        group["last_training_step"] = 1
     before = [_get_options(group) for group in optimizer.param_groups]
     for _ in range(2):
         for _, param in stand_ins:

@@ -14,13 +14,16 @@ class Schedule:
 
     Each value is a function of the configuration and of the completed optimizer steps, without
     other state. So a step, a run that resumes before it, and a diagnosis that computes it again use
-    the same value. A new value is a method, and a line in `apply`.
+    the same value. A new value is a method, and a line in `apply`. Optimizers find the step in
+    `training_step` and `last_training_step` of each group of parameters.
     """
 
     def __init__(self, job: JobConfig, model: Model, optimizer: torch.optim.Optimizer) -> None:
         self.job = job
         self._model = model
         self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["last_training_step"] = job.training.steps - 1
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (0-based), without multipliers."""
@@ -37,6 +40,7 @@ class Schedule:
         factor = self._lr_factor(step)
         for group, rate in self._groups:
             group["lr"] = rate * factor
+            group["training_step"] = step
         self._model.set_loss_coeffs(aux=self.aux_loss_coeff(step), z=self.z_loss_coeff(step))
 
     def _lr_factor(self, step: int) -> float:
