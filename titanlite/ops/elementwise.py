@@ -221,34 +221,34 @@ _ALPHA = 1.702
 _LIMIT = 7.0
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up_R2I, weight_R)
-        gate_RI = gate_up_R2I[..., ::2]
-        up_RI = gate_up_R2I[..., 1::2]
-        gate_RI = gate_RI.clamp(max=_LIMIT)
-        h_RI = (gate_RI * _ALPHA).sigmoid_().mul_(gate_RI)
-        return h_RI.mul_(up_RI.clamp(-_LIMIT, _LIMIT).add_(1)).mul_(weight_R.unsqueeze(-1))
+def _clamped(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+    gate_RI = gate_up_R2I[..., ::2]
+    up_RI = gate_up_R2I[..., 1::2]
+    gate_RI = gate_RI.clamp(max=_LIMIT)
+    h_RI = (gate_RI * _ALPHA).sigmoid_().mul_(gate_RI)
+    return h_RI.mul_(up_RI.clamp(-_LIMIT, _LIMIT).add_(1)).mul_(weight_R.unsqueeze(-1))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh_RI: torch.Tensor):
-        gate_up_R2I, weight_R = ctx.saved_tensors
-        gate_RI = gate_up_R2I[..., ::2]
-        up_RI = gate_up_R2I[..., 1::2]
-        is_inside_RI = up_RI.abs() <= _LIMIT
-        is_low_RI = gate_RI <= _LIMIT
-        gate_RI = gate_RI.clamp(max=_LIMIT)
-        up1_RI = up_RI.clamp(-_LIMIT, _LIMIT).add_(1)
-        sigmoid_RI = (gate_RI * _ALPHA).sigmoid_()
-        a_RI = gate_RI * sigmoid_RI
-        dweight_R = (dh_RI * a_RI).mul_(up1_RI).sum(dim=-1, dtype=weight_R.dtype)
-        dy_RI = dh_RI.mul(weight_R.unsqueeze(-1)).to(dh_RI.dtype)
-        slope_RI = sigmoid_RI + _ALPHA * a_RI * (1 - sigmoid_RI)
-        dgate_RI = up1_RI.mul_(dy_RI).mul_(slope_RI).mul_(is_low_RI)
-        dup_RI = a_RI.mul_(dy_RI).mul_(is_inside_RI)
-        return torch.stack([dgate_RI, dup_RI], dim=-1).flatten(-2), dweight_R
+
+def _clamped_backward(
+    dh_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate_RI = gate_up_R2I[..., ::2]
+    up_RI = gate_up_R2I[..., 1::2]
+    is_inside_RI = up_RI.abs() <= _LIMIT
+    is_low_RI = gate_RI <= _LIMIT
+    gate_RI = gate_RI.clamp(max=_LIMIT)
+    up1_RI = up_RI.clamp(-_LIMIT, _LIMIT).add_(1)
+    sigmoid_RI = (gate_RI * _ALPHA).sigmoid_()
+    a_RI = gate_RI * sigmoid_RI
+    dweight_R = (dh_RI * a_RI).mul_(up1_RI).sum(dim=-1, dtype=weight_R.dtype)
+    dy_RI = dh_RI.mul(weight_R.unsqueeze(-1)).to(dh_RI.dtype)
+    slope_RI = sigmoid_RI + _ALPHA * a_RI * (1 - sigmoid_RI)
+    dgate_RI = up1_RI.mul_(dy_RI).mul_(slope_RI).mul_(is_low_RI)
+    dup_RI = a_RI.mul_(dy_RI).mul_(is_inside_RI)
+    return torch.stack([dgate_RI, dup_RI], dim=-1).flatten(-2), dweight_R
+
+
+_clamped_swiglu = differentiate(_clamped, _clamped_backward)
 
 
 def clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
@@ -258,7 +258,7 @@ def clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.T
 
     `weight_R` (...,) is a factor per row, as in `swiglu`. Saved for backward: the arguments.
     """
-    return _ClampedSwiGLU.apply(gate_up_R2I, weight_R)
+    return _clamped_swiglu(gate_up_R2I, weight_R)
 
 
 def inverse_frequencies(

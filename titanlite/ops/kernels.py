@@ -92,7 +92,8 @@ def differentiate(
             results = forward(*operands)
             kept = results[-num_kept:] if num_kept else ()
             ctx.save_for_backward(*tensors, *kept)
-            return results[:-num_kept] if num_kept else results
+            returned = results[:-num_kept] if num_kept else results
+            return _as_views(returned) if torch.compiler.is_compiling() else returned
 
         @staticmethod
         @once_differentiable
@@ -102,6 +103,15 @@ def differentiate(
             return *found, *[None] * (len(operands) - num_kept - len(found))
 
     return Differentiable.apply
+
+
+def _as_views(results: Any) -> Any:
+    """Return views of the results of a compiled autograd function. In torch 2.11 a result that an
+    operator of it has changed in place, or returned unchanged, gets no gradient (pytorch#180642).
+    """
+    if isinstance(results, torch.Tensor):
+        return results.view_as(results)
+    return tuple(x.view_as(x) for x in results)
 
 
 @contextmanager
