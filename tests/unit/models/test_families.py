@@ -167,7 +167,11 @@ def test_where_the_length_of_pretraining_may_stand():
 
 
 REFUSED = read_json(Path(__file__).parent / "refused_configs.json")
-KINDS = {"not native": NotNativeError, "wrong": ConfigError}
+KINDS = {
+    "not native": {NotNativeError},
+    "wrong": {ConfigError},
+    "wrong in transformers 5.17": {NotNativeError, ConfigError},
+}
 
 
 def test_unusable_values_are_refused_by_name():
@@ -178,7 +182,7 @@ def test_unusable_values_are_refused_by_name():
         hf = {**(HUB.get(row["base"]) or base_of(row["base"])), **row["changes"]}
         with pytest.raises(ConfigError) as error:
             from_hf({key: value for key, value in hf.items() if value != "~LEFT OUT~"})
-        assert type(error.value) is KINDS[row["kind"]], row
+        assert type(error.value) in KINDS[row["kind"]], row
         text = str(error.value)
         assert text.startswith("config.json: ") and row["says"] in text, (row, text)
 
