@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from triton_interpreter import repair
+from triton_interpreter import DEVICE, NEEDS_KERNELS, ON_GPU
 
 from titanlite.ops import gated_delta, launchers
 from titanlite.ops.delta_inputs import delta_inputs
@@ -22,10 +22,6 @@ from titanlite.ops.gated_delta import (
 )
 from titanlite.ops.kernels import plan_for_device
 
-if launchers.INTERPRETED:
-    repair()
-DEVICE = "cpu" if launchers.INTERPRETED else "cuda"
-ON_GPU = [] if launchers.INTERPRETED else [pytest.mark.gpu]  # part of `pytest -m gpu`
 H, G, K, V = 2, 4, 16, 12
 LENGTHS = {
     "one": [150],
@@ -227,13 +223,7 @@ def draw_for_kernels(lengths, dtype, gate, **sizes):
     return [x.to(DEVICE).requires_grad_() for x in inputs], documents.to(DEVICE)
 
 
-KERNELS_RUN = pytest.mark.skipif(
-    not launchers.INTERPRETED and not torch.cuda.is_available(),
-    reason="needs a GPU or TRITON_INTERPRET=1",
-)
-
-
-@KERNELS_RUN
+@NEEDS_KERNELS
 @pytest.mark.parametrize(("dtype", "gate", "lengths", "bound"), CASES)
 def test_kernels_equal_the_recurrence(dtype, gate, lengths, bound):
     heads = 2 if gate > 1 else 1  # of keys: which one a value head reads, and rows in their place
@@ -255,7 +245,7 @@ else:
     INPUT_CASES += [pytest.param(torch.bfloat16, None, 3e-3, marks=ON_GPU)]
 
 
-@KERNELS_RUN
+@NEEDS_KERNELS
 @pytest.mark.parametrize(("dtype", "lengths", "bound"), INPUT_CASES)
 def test_kernels_of_the_inputs_equal_composed_operators(dtype, lengths, bound):
     torch.manual_seed(0)
@@ -299,11 +289,7 @@ def run_as_fla(q, k, v, g, beta, *, scale, output_final_state, initial_state=Non
 def fla(monkeypatch):
     package = ModuleType("fla.ops.gated_delta_rule")
     package.chunk_gated_delta_rule = run_as_fla
-    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule")
-    for name, module in zip(
-        names, (ModuleType("fla"), ModuleType("fla.ops"), package), strict=True
-    ):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
 
 
 @pytest.mark.usefixtures("fla")
