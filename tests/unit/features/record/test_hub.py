@@ -1,5 +1,7 @@
 """Upload to the hub, against a stand-in for its API."""
 
+from unittest.mock import Mock
+
 import huggingface_hub
 import pytest
 
@@ -7,21 +9,11 @@ from titanlite.base.errors import CheckpointError
 from titanlite.features.record.publish import push_to_hub
 
 
-class FakeApi:
-    calls: list
-
-    def create_repo(self, repository, **options):
-        self.calls.append(("create_repo", repository, options))
-
-    def upload_folder(self, **options):
-        self.calls.append(("upload_folder", options))
-
-
 @pytest.fixture
 def api(monkeypatch):
-    monkeypatch.setattr(FakeApi, "calls", [], raising=False)
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    return FakeApi
+    api = Mock(["create_repo", "upload_folder"])
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    return api
 
 
 @pytest.fixture
@@ -37,9 +29,8 @@ def step(tmp_path):
 
 def test_the_model_goes_without_the_training_state(api, step):
     push_to_hub(step, "me/model")
-    (create, upload) = api.calls
-    assert create == ("create_repo", "me/model", {"private": True, "exist_ok": True})
-    options = upload[1]
+    api.create_repo.assert_called_once_with("me/model", private=True, exist_ok=True)
+    options = api.upload_folder.call_args.kwargs
     assert options["repo_id"] == "me/model" and options["folder_path"] == step
     from huggingface_hub.utils import filter_repo_objects
 
@@ -54,11 +45,8 @@ def test_the_model_goes_without_the_training_state(api, step):
     }
 
 
-def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step, monkeypatch):
-    def refuse(self, **options):
-        raise RuntimeError("403 Forbidden: no write access\nRequest ID: 12")
-
-    monkeypatch.setattr(api, "upload_folder", refuse)
+def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step):
+    api.upload_folder.side_effect = RuntimeError("403 Forbidden: no access\nRequest ID: 12")
     with pytest.raises(CheckpointError) as raised:
         push_to_hub(step, "me/model")
     message = str(raised.value)

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -14,50 +14,6 @@ from titanlite.features.record import publish
 from titanlite.features.record.publish import configure_wandb, finish_wandb, open_wandb
 from titanlite.metrics.logger import MetricsLogger
 from titanlite.metrics.point import MoEState, StepPoint
-
-
-class StandIn:
-    """The package `wandb`, and its one run.
-
-    Attributes:
-        calls: (name, argument) of each call so far.
-        errors: what to raise, by name of the call.
-    """
-
-    def __init__(self):
-        self.calls = []
-        self.errors = {}
-        self.config = SimpleNamespace(
-            update=lambda values, allow_val_change: self.note("config", values)
-        )
-        self.url, self.dir = "https://wandb.example/run", "/x/files"
-
-    def note(self, name, *values):
-        self.calls.append((name, *values))
-        if name in self.errors:
-            raise self.errors[name]
-
-    def Settings(self, **settings):  # noqa: N802 - wandb's name
-        return settings
-
-    def setup(self, settings):
-        self.applied = settings
-
-    def init(self, config, **given):
-        self.note("init", self.applied | given, config)
-        return self
-
-    def define_metric(self, name, step_metric):
-        self.note("define_metric", name, step_metric)
-
-    def log(self, point):
-        self.note("log", point)
-
-    def finish(self, exit_code):
-        self.note("finish", exit_code)
-
-    def of(self, kind):
-        return [call[1:] for call in self.calls if call[0] == kind]
 
 
 @pytest.fixture
@@ -77,7 +33,11 @@ def no_variables(monkeypatch):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    standin = StandIn()
+    """The package, which is its one run, too."""
+    standin = Mock(["Settings", "setup", "init", "define_metric", "log", "finish", "config"])
+    standin.init.return_value = standin
+    standin.Settings.side_effect = dict
+    standin.url, standin.dir = "https://wandb.example/run", "/x/files"
     monkeypatch.setitem(sys.modules, "wandb", standin)
     yield standin
     publish._opened.clear()
@@ -103,7 +63,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb):
         metrics.log_validation(1, 2.25)
         log(metrics, 2, loss=float("nan"))
     finish_wandb(0)
-    points = [point for (point,) in wandb.of("log")]
+    points = [logged.args[0] for logged in wandb.log.mock_calls]
     lines = read_lines(folder / "metrics.jsonl")
     assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2]
     for point, line in zip(points, lines, strict=True):
@@ -115,8 +75,8 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb):
             else:
                 assert point[name] == value or value is None
     assert points[1] == {"step": 1, "loss/validation": 2.25}
-    assert wandb.of("define_metric") == [("*", "step")]
-    assert wandb.calls[-1] == ("finish", 0)
+    wandb.define_metric.assert_called_once_with("*", step_metric="step")
+    assert wandb.mock_calls[-1] == call.finish(exit_code=0)
 
 
 def test_a_folder_is_a_run_with_its_name(job, tmp_path, wandb):
@@ -125,11 +85,16 @@ def test_a_folder_is_a_run_with_its_name(job, tmp_path, wandb):
         with build(job, tmp_path / "runs" / folder):
             pass
         finish_wandb(0)
-    first, again, second = (settings for settings, _ in wandb.of("init"))
+    first, again, second = (begun.kwargs for begun in wandb.init.mock_calls)
     assert first == again and second["id"] != first["id"]
     assert first["id"] == (tmp_path / "runs/first/wandb_id").read_text().strip()
     assert (first["name"], first["notes"]) == ("first", "lr 1e-3 and/or 2e-3")
-    assert (first["resume"], first["x_disable_meta"], first["disable_git"]) == ("allow", True, True)
+    settings = wandb.setup.call_args.args[0]
+    assert (first["resume"], settings["x_disable_meta"], settings["disable_git"]) == (
+        "allow",
+        True,
+        True,
+    )
 
 
 def test_the_configuration_is_whole_and_has_no_local_paths(job, tmp_path, wandb):
@@ -143,30 +108,30 @@ def test_the_configuration_is_whole_and_has_no_local_paths(job, tmp_path, wandb)
             {"command": "train --data.path=/home/me/secret/chats.jsonl", "world_size": 4}
         )
     finish_wandb(0)
-    config = wandb.of("init")[0][1]
+    config, updated = wandb.init.call_args.kwargs["config"], wandb.config.update.call_args
     assert config["data"]["path"] == "chats.jsonl"
     assert config["model"]["hf_assets_path"] == "Qwen/Qwen3-0.6B@c1899de289"
     assert config["job"]["dump_folder"] == "run"
     assert config["training"]["steps"] == job.training.steps
-    assert wandb.of("config") == [({"environment": {"world_size": 4}},)]
-    assert "/home/me" not in json.dumps([config, wandb.of("config")])
+    assert updated == call({"environment": {"world_size": 4}}, allow_val_change=True)
+    assert "/home/me" not in json.dumps(config)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("name", "error", "text"),
     [
         ("init", SystemExit(1), "SystemExit: 1"),
         ("log", TimeoutError(), "TimeoutError"),
     ],
 )
 def test_the_first_error_is_one_warning_and_its_end(
-    job, tmp_path, wandb, console, call, error, text
+    job, tmp_path, wandb, console, name, error, text
 ):
-    wandb.errors[call] = error
+    getattr(wandb, name).side_effect = error
     with build(job, tmp_path / "run") as metrics:
         log(metrics, 1)
         log(metrics, 2)
     finish_wandb(3)
     assert console.getvalue().count(f"W&B: {text}. It gets no more points") == 1
-    assert wandb.calls[-1][0] == call
+    assert wandb.mock_calls[-1][0] == name
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
