@@ -10,7 +10,6 @@ from files import write_json
 
 from titanlite.assemble import fit_vocabulary
 from titanlite.base.errors import ConfigError
-from titanlite.base.log import logger
 from titanlite.config import JobConfig
 from titanlite.data.loader import TrainLoader, resolve_steps
 from titanlite.data.tokenizer import check_vocabulary
@@ -22,25 +21,18 @@ from titanlite.models.families import families, resolve_model_config
 CONFIG = replace(families()["qwen3_moe"].presets["debug"], vocab_size=1000)
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """Warnings of rank 0."""
-    said = []
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
-    return said
-
-
-def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(warnings):
+def test_a_tokenizer_that_does_not_fit_the_embedding_is_said(caplog):
     check_vocabulary(JobConfig(), 500, 500, CONFIG)
     # few ids in the data, of a tokenizer of the model's size
     check_vocabulary(JobConfig(), 8, 500, CONFIG)
-    assert warnings == []
+    assert not caplog.messages
     check_vocabulary(JobConfig(), 499, 499, CONFIG)
-    assert "the tokenizer has 499 tokens, the embedding 1000 rows" in warnings.pop()
+    assert "the tokenizer has 499 tokens, the embedding 1000 rows" in caplog.messages[-1]
     # the data does not use its new tokens: whoever has the model may
     check_vocabulary(JobConfig(), 990, 1003, CONFIG)
-    assert "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in warnings.pop()
+    assert (
+        "the tokenizer has 1003 tokens, but the model's vocab_size is 1000." in caplog.messages[-1]
+    )
     (problem,) = check_vocabulary(JobConfig(), 1001, 1001, CONFIG)
     assert re.search(r"has 1001 tokens.*set model.overrides.vocab_size = 1001", problem)
 

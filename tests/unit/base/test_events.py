@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from files import read_lines
 
@@ -24,21 +22,14 @@ def test_events_are_appended_as_lines(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_a_warning_with_the_event_which_is_written_later(
-    tmp_path, monkeypatch
+    tmp_path, caplog
 ):
-    warnings = []
-    monkeypatch.setattr(
-        events.logger, "warning", lambda text, *values: warnings.append(text % values)
-    )
     (tmp_path / "run").write_text("")
     open_events(tmp_path / "run")
     record_event("skip", "step 5 was skipped", 5)
-    (warning,) = warnings
+    (warning,) = caplog.messages
     assert "cannot write" in warning and "step 5 was skipped" in warning
     (tmp_path / "run").unlink()
     record_event("save", "step 6 was saved", 6)
-    kinds = [
-        json.loads(line)["kind"]
-        for line in (tmp_path / "run/events.jsonl").read_text().splitlines()
-    ]
+    kinds = [event["kind"] for event in read_lines(tmp_path / "run/events.jsonl")]
     assert kinds == ["skip", "save"]

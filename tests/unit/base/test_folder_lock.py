@@ -100,19 +100,14 @@ def test_a_folder_of_which_nothing_was_used_is_removed_by_its_holder_alone(tmp_p
     assert (used / ".run.lock").exists() and (tmp_path / ".run.lock").exists()
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(
-        "titanlite.metrics.run_folder.logger.warning",
-        lambda text, *values: said.append(text % values),
-    )
-
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
     def flock(descriptor, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert hold_folders(JobConfig(), tmp_path) == [None]
-    assert len(said) == 1 and "has no locks. Start no other run in" in said[0]
+    (said,) = caplog.messages
+    assert "has no locks. Start no other run in" in said
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -56,9 +56,7 @@ def test_an_absent_bias_is_one_error_unless_it_is_allowed(mixture, tmp_path, cap
 
     with caplog.at_level(logging.WARNING):
         loaded = load(tmp_path, implementation, allow_missing_expert_bias=True)
-    (line,) = [
-        record.getMessage() for record in caplog.records if "expert biases" in record.getMessage()
-    ]
+    (line,) = [text for text in caplog.messages if "expert biases" in text]
     assert f"does not have {len(lost)} of 3 expert biases, which begin with zeros: {name}" in line
     found = {key: value for key, value in loaded.state_dict().items() if key.endswith("_bias")}
     assert len(found) == 3
@@ -93,11 +91,7 @@ def test_a_bias_rounded_until_experts_share_values_is_named(mixture, tmp_path, c
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             load(tmp_path, implementation)
-        lines = [
-            record.getMessage()
-            for record in caplog.records
-            if "expert biases" in record.getMessage()
-        ]
+        lines = [text for text in caplog.messages if "expert biases" in text]
         assert len(lines) == expected
         if expected:
             assert lines[0].startswith(

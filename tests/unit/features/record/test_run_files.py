@@ -14,17 +14,12 @@ SIZE = 10_000_000_000
 
 
 @pytest.fixture
-def check(monkeypatch, tmp_path):
+def check(monkeypatch, tmp_path, caplog):
     """`check(free, step, **settings of the checkpoint)` -> what was logged, by level."""
 
     def run(free, step=0, **settings):
-        said = []
-        for level in ("info", "warning"):
-            monkeypatch.setattr(
-                run_files.logger,
-                level,
-                lambda text, *values, level=level: said.append(f"{level} {text % values}"),
-            )
+        caplog.set_level("INFO", "titanlite")
+        caplog.clear()
 
         def disk_usage(path):
             assert path == tmp_path, "the folder of the checkpoints is not there yet"
@@ -37,6 +32,7 @@ def check(monkeypatch, tmp_path):
         for name, value in settings.items():
             setattr(job.checkpoint, name, value)
         found = check_space(job, None, None, tmp_path / "not/there/yet", step, carried_bytes=5)  # type: ignore[arg-type]
+        said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
         return said + [f"problem {text}" for text in found]
 
     return run
@@ -45,11 +41,11 @@ def check(monkeypatch, tmp_path):
 def test_a_checkpoint_that_does_not_fit_is_an_error(check, tmp_path):
     """However many are to be kept, one is enough: a later one is a save that fails."""
     (said,) = check(SIZE, 99, keep_latest_k=0, interval=1)
-    assert said.startswith("info checkpoint: each takes 10.00 GB, ")
+    assert said.startswith("INFO checkpoint: each takes 10.00 GB, ")
     _, problem = check(SIZE - 1, 50)
     assert problem.startswith("problem ")
     assert f"({SIZE:,} bytes)" in problem and f"({SIZE - 1:,} bytes)" in problem
     assert str(tmp_path / "not/there/yet") in problem
     said = check(SIZE - 1, 50, on_save_error="continue")
-    assert len(said) == 2 and said[1] == problem.replace("problem", "warning", 1)
+    assert len(said) == 2 and said[1] == problem.replace("problem", "WARNING", 1)
     assert check(0, enable=False) == check(0, step=100) == []
