@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config import JobConfig
-from titanlite.config.model import ModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import WeightCopies
@@ -17,20 +16,9 @@ from titanlite.distributed.parallelize import parallelize
 from titanlite.features.pipeline import apply_pipeline_parallel
 from titanlite.launch.process_group import fake_ranks
 from titanlite.models.decoder import build_decoder
+from titanlite.models.families import families
 
-CONFIG = ModelConfig(
-    family="qwen3_moe",
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=64,
-    num_experts=8,
-    top_k=2,
-    moe_intermediate_size=16,
-)
+CONFIG = families()["qwen3_moe"].presets["debug"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ logits, and its gaps.
 import pytest
 import torch
 import transformers
-from tiny_transformers import TEXT_MODELS, VOCAB_SIZE
+from tiny_transformers import TEXT_MODELS, TEXT_SIZES, VOCAB_SIZE
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
@@ -23,9 +23,9 @@ DOCUMENTS = torch.tensor([[0] * 9 + [1] * 7 + [-1] * 4, [0] * 18 + [-1] * 2])
 TRUE = torch.tensor(True)
 
 
-def build(config):
+def build(hf):
     """Of a configuration of transformers, with random weights."""
-    model = build_transformers(transformers_config(config.to_dict(), "test"))
+    model = build_transformers(transformers_config(hf, "test"))
     materialize(model, "cpu", seed=1)
     return model
 
@@ -49,20 +49,8 @@ def native_and_other(tiny, family, **changes):
     """titanlite's decoder and transformers' class with the same values."""
     config = tiny.config(family, **changes)
     ours = tiny.ours(config)
-    other = build_transformers(
-        transformers_config(
-            {"model_type": config.family, **family_of(config).to_hf(config)}, "test"
-        )
-    )
-    materialize(other, "cpu")
-    key = family_of(config).expert_bias_key
-    values = {
-        name.replace("expert_bias", key or "expert_bias"): value
-        for name, value in ours.state_dict().items()
-    }
-    if key is None:
-        values = {name: value for name, value in values.items() if not name.endswith("expert_bias")}
-    other.transformers_model.load_state_dict(values)
+    other = build({"model_type": family, **family_of(config).to_hf(config)})
+    other.transformers_model.load_state_dict(tiny.theirs(config, ours).state_dict())
     return ours.train(), other.train()
 
 
@@ -118,7 +106,7 @@ def test_the_bias_of_a_class_moves_as_the_native_one_does(tiny):
 
 
 def configure(name, device_type, **moe):
-    model = build(TEXT_MODELS[name]())
+    model = build(TEXT_MODELS[name]().to_dict())
     model.configure("sdpa", MoESection(**moe), 64, torch.device(device_type))
     return model
 
@@ -148,7 +136,7 @@ def test_plain_experts_of_a_class_are_computed_by_ours_on_cuda(name, device_type
 )
 def test_counts_are_those_of_the_logits(name, implementation):
     """Whatever computes the experts; without documents nothing is padding."""
-    model = build(TEXT_MODELS[name]())
+    model = build(TEXT_MODELS[name]().to_dict())
     inner = model.transformers_model
     use_titanlite_experts(
         inner
@@ -170,24 +158,10 @@ def test_counts_are_those_of_the_logits(name, implementation):
         assert expected.sum() < 2 * 2 * DOCUMENTS.numel() or ids is None
 
 
-def llama4():
-    return transformers.Llama4TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=4,
-        interleave_moe_layer_step=1,
-        pad_token_id=0,
-    )
-
-
 def test_a_model_whose_experts_transformers_does_not_call_is_not_counted():
-    model = build(llama4())
+    experts = {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 48}
+    config = transformers.Llama4TextConfig(**TEXT_SIZES, **experts, head_dim=8)
+    model = build(config.to_dict())
     model.configure("sdpa", JobConfig().moe, 1024, torch.device("cpu"))
     balancer = ExpertBiasBalancer(model, 0.0, one_rank)
     model(*draw(VOCAB_SIZE))
