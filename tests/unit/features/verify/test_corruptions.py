@@ -6,52 +6,28 @@ import shutil
 
 import pytest
 import torch
+from files import read_json, write_json
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from tiny_transformers import TEXT_MODELS, TEXT_SIZES
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tests.loading import stored
 from titanlite.checkpoint.folder import CERTIFICATE_FILE
 from titanlite.features.tools.verify import main
 from titanlite.features.verify import digest_base, verify_folder
 from titanlite.features.verify.certificate import render
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,  # so that q and k have one shape
-    "head_dim": 8,
+# q and k have one shape.
+SIZES = TEXT_SIZES | {"num_key_value_heads": 4, "head_dim": 8, "moe_intermediate_size": 16}
+CONFIGS = {
+    "moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+    "tied": TEXT_MODELS["qwen3"](dtype="bfloat16"),
+    "biased": TEXT_MODELS["deepseek_v3"](),
 }
-MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
 PARTS = ("gate", "up", "down")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-
-
-def build(family):
-    torch.manual_seed(11)
-    match family:
-        case "moe":
-            config = Qwen3MoeConfig(**SIZES, **MOE, num_experts=4, tie_word_embeddings=False)
-            model = Qwen3MoeForCausalLM(config)
-        case "tied":
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True))
-        case "biased":
-            latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
-            latent |= {"qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
-            latent |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-            model = DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **MOE, **latent))
-            model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.randn(4) / 10)
-    return model.to(torch.bfloat16) if family == "tied" else model
 
 
 @torch.no_grad()
@@ -66,8 +42,11 @@ def train(model):
 def folders(tmp_path_factory):
     """Folders of a base and of what was trained from it, by family."""
     root = tmp_path_factory.mktemp("folders")
-    for family in ("moe", "tied", "biased"):
-        model = build(family)
+    for family, config in CONFIGS.items():
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_config(config)
+        if family == "biased":
+            model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.randn(4) / 10)
         model.save_pretrained(root / family / "base")
         train(model).save_pretrained(root / family / "trained", max_shard_size="20KB")
     return root
@@ -86,9 +65,8 @@ def certify(folder, base, states=()):
 
 def rewrite(folder, change):
     """Load all tensors of `folder`, change them, and save them in one file."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
+    tensors = stored(folder)
+    for path in folder.glob("*.safetensors"):
         path.unlink()
     (folder / INDEX).unlink(missing_ok=True)
     change(tensors)
@@ -99,21 +77,10 @@ def in_tensors(change):
     return lambda folder: rewrite(folder, change)
 
 
-def exchange(*pairs):
-    def change(tensors):
-        for one, other in pairs:
-            tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
-
-    return in_tensors(change)
-
-
-def layers_exchanged(folder):
-    def change(tensors):
-        for key in [key for key in tensors if ".layers.0." in key]:
-            other = key.replace(".layers.0.", ".layers.1.")
-            tensors[key], tensors[other] = tensors[other], tensors[key]
-
-    rewrite(folder, change)
+def layers_exchanged(tensors):
+    for key in [key for key in tensors if ".layers.0." in key]:
+        other = key.replace(".layers.0.", ".layers.1.")
+        tensors[key], tensors[other] = tensors[other], tensors[key]
 
 
 def experts_twice(tensors):
@@ -132,7 +99,7 @@ def experts_untouched(folder):
 def in_config(**changes):
     def change(folder):
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        write_json(path, read_json(path) | changes)
 
     return change
 
@@ -168,12 +135,11 @@ def truncate(folder):
 
 
 def stale_index(folder):
-    path = folder / INDEX
-    index = json.loads(path.read_text())
-    names = sorted(set(index["weight_map"].values()))
-    key = next(iter(index["weight_map"]))
-    index["weight_map"][key] = next(name for name in names if name != index["weight_map"][key])
-    path.write_text(json.dumps(index))
+    index = read_json(folder / INDEX)
+    files = index["weight_map"]
+    key, right = next(iter(files.items()))
+    files[key] = next(name for name in files.values() if name != right)
+    write_json(folder / INDEX, index)
 
 
 Q, K = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "qk")
@@ -182,55 +148,79 @@ BASE, CERTIFIED, ALONE = "base", "certificate", "alone"
 # name: (family, how it is verified, what breaks it, what must be said)
 CORRUPTIONS = {
     "one rank's experts twice": (
-        *("moe", ALONE, in_tensors(experts_twice)),
+        "moe",
+        ALONE,
+        in_tensors(experts_twice),
         r"experts\.2\.gate_proj\.weight \(model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight\)",
     ),
     "experts untouched by training": (
-        *("moe", BASE, experts_untouched),
+        "moe",
+        BASE,
+        experts_untouched,
         r"experts\.0\..* and 21 more: is as in the base, and so is all of its group",
     ),
     "one layer swapped with another": (
-        *("moe", BASE, layers_exchanged),
+        "moe",
+        BASE,
+        in_tensors(layers_exchanged),
         r"layers\.0\..*: has nothing in common with the base's: exchanged",
     ),
     "head untied": (
-        *("tied", ALONE, untied),
+        "tied",
+        ALONE,
+        untied,
         r"model\.embed_tokens\.weight \(lm_head\.weight\): has the same bits as the tensor in",
     ),
     "tie broken": (
-        *("tied", ALONE, in_tensors(torn)),
+        "tied",
+        ALONE,
+        in_tensors(torn),
         r"lm_head\.weight: .* has it with different values than model\.embed_tokens\.weight",
     ),
     "a bias rounded to bf16": (
-        *("biased", ALONE, one(BIAS, lambda bias: bias.bfloat16().float())),
+        "biased",
+        ALONE,
+        one(BIAS, lambda bias: bias.bfloat16().float()),
         rf"{re.escape(BIAS)}: a selection bias was rounded to 16 bits",
     ),
     "a missing shard": ("moe", ALONE, remove_shard, r"model-00002-of-\d+.* there is no such file"),
     "an extra key": (
-        *("moe", ALONE, in_tensors(lambda t: t.update({"model.ghost.weight": torch.ones(2, 2)}))),
+        "moe",
+        ALONE,
+        in_tensors(lambda t: t.update({"model.ghost.weight": torch.ones(2, 2)})),
         r"model\.ghost\.weight: unexpected",
     ),
     "a truncated file": ("moe", ALONE, truncate, r"model-00002-of-\d+.* is cut off, damaged"),
     "a tensor of zeros": (
-        *("moe", ALONE, one(GATE, torch.zeros_like)),
+        "moe",
+        ALONE,
+        one(GATE, torch.zeros_like),
         rf"{re.escape(GATE)}: all its elements are equal",
     ),
     "a NaN": ("moe", ALONE, one(Q, no_number), rf"{re.escape(Q)}: has NaN or infinite"),
     "q and k exchanged": (
-        *("moe", BASE, exchange((Q, K))),
+        "moe",
+        BASE,
+        in_tensors(lambda t: t.update({Q: t[K], K: t[Q]})),
         rf"{re.escape(K)}, {re.escape(Q)}: has nothing in common|{re.escape(Q)}.*nothing in common",
     ),
     "wrong dtype": (
-        *("moe", ALONE, one(Q, torch.Tensor.half)),
+        "moe",
+        ALONE,
+        one(Q, torch.Tensor.half),
         rf"{re.escape(Q)}: is not in float32, the dtype in config.json",
     ),
     "stale index": ("moe", ALONE, stale_index, r"index\.json is stale"),
     "config with other sizes": (
-        *("moe", ALONE, in_config(hidden_size=40)),
-        r"model\.embed_tokens\.weight: .*\(64, 32\), the model expects\s+\(64, 40\)",
+        "moe",
+        ALONE,
+        in_config(hidden_size=40),
+        r"model\.embed_tokens\.weight: .*\(128, 32\), the model expects\s+\(128, 40\)",
     ),
     "a carried tensor changed": (
-        *("moe", CERTIFIED, one("lm_head.weight", lambda values: values + 1)),
+        "moe",
+        CERTIFIED,
+        one("lm_head.weight", lambda values: values + 1),
         r"lm_head\.weight \(carried, has other bits\): is not what was saved",
     ),
 }
@@ -263,7 +253,7 @@ def test_is_named(name, folders, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("how", [ALONE, BASE, CERTIFIED])
-@pytest.mark.parametrize("family", ["moe", "tied", "biased"])
+@pytest.mark.parametrize("family", CONFIGS)
 def test_whole_folders_are_sound(family, how, folders, tmp_path, capsys):
     folder, more = copied(folders, family, tmp_path, how)
     code, shown = verify(capsys, folder, *more)
@@ -296,7 +286,7 @@ def test_codes_in_fp8_are_compared_by_their_bits(tmp_path):
 def test_a_base_of_another_revision_is_named(folders, tmp_path, capsys):
     folder, _ = copied(folders, "moe", tmp_path, CERTIFIED)
     other = tmp_path / "other"
-    train(Qwen3MoeForCausalLM.from_pretrained(folder.parent / "base")).save_pretrained(other)
+    train(AutoModelForCausalLM.from_pretrained(folder.parent / "base")).save_pretrained(other)
     code, shown = verify(capsys, folder, "--base", other)
     assert code == 1 and f"{other} is not the base that the run began with" in shown
     assert verify(capsys, folder, "--base", folder.parent / "base")[0] == 0
