@@ -5,6 +5,8 @@ import logging
 import resource
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from titanlite.base.log import logger
 
@@ -36,3 +38,11 @@ def console():
     yield stream
     logger.setLevel(level)
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def one_rank():
+    """Join a process group of this process alone; the device of its rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield torch.device("cpu")
+    dist.destroy_process_group()

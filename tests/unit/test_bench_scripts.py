@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import triton_interpreter  # noqa: F401  makes bfloat16 right in the interpreter
 import varlen_kernel  # noqa: F401  torch's operator, on the CPU
 from files import read_json
@@ -57,13 +56,6 @@ def test_without_a_gpu_one_line_says_so(capsys, monkeypatch):
         assert run_script(script, monkeypatch) == 2
         line = f"{script}: no CUDA device was found. Run this on a machine with an NVIDIA GPU.\n"
         assert capsys.readouterr() == ("", line)
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.device("cpu")
-    dist.destroy_process_group()
 
 
 def few_tiles():

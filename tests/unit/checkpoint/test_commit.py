@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from files import folder_digests, read_json, write_manifest
 from safetensors.torch import load_file
 
@@ -29,13 +28,6 @@ from titanlite.checkpoint.writer import Item, lay_out
 from titanlite.materialize import Region
 
 RNG = "titanlite/rng.safetensors"
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def files_of(value, size=100, file_bytes=None):
@@ -86,7 +78,7 @@ def names_in(folder):
 # ---- commit_folder ----
 
 
-def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
+def test_folder_with_everything_that_belongs_to_it(tmp_path, one_rank):
     folder = tmp_path / "checkpoint" / "step-1"  # the parent does not exist, either
     files = files_of(1.0, file_bytes=400)
     commit_folder(folder, files, rest_of())
@@ -101,7 +93,7 @@ def test_folder_with_everything_that_belongs_to_it(tmp_path, process_group):
     assert check_folder(folder, checksums=True) == []
 
 
-def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_group, monkeypatch):
+def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, one_rank, monkeypatch):
     folder = tmp_path / "step-1"
     commit_folder(folder, files_of(1.0, file_bytes=400), rest_of('{"old": 1}'))
     (folder / "of the user").touch()
@@ -124,7 +116,7 @@ def test_older_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path, process_gro
     assert check_folder(folder, checksums=True) == []
 
 
-def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, process_group, monkeypatch):
+def test_nothing_appears_before_everything_is_on_the_disk(tmp_path, one_rank, monkeypatch):
     folder, synced = tmp_path / "step-1", []
     original = os.fsync
 
@@ -215,7 +207,7 @@ def test_what_the_manifest_cannot_say_is_a_problem(tmp_path):
     ]
 
 
-def test_checksum_of_a_file_larger_than_a_chunk(tmp_path, process_group):
+def test_checksum_of_a_file_larger_than_a_chunk(tmp_path, one_rank):
     commit_folder(tmp_path / "x", [], {"model.safetensors": b"ab" * (9 << 20)})
     assert check_folder(tmp_path / "x", checksums=True) == []
     with open(tmp_path / "x" / "model.safetensors", "r+b") as file:

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from files import read_json, read_table, write_json
 from safetensors.torch import load_file, save_file
@@ -27,20 +26,16 @@ COPY_OF_EMBEDDING, COPY_OF_HEAD = f"{LAYER}embed_tokens.weight", f"{LAYER}shared
 EH_PROJ = {f"{LAYER}eh_proj.weight": torch.randn(8, 16, generator=torch.Generator().manual_seed(1))}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def save(config, folder):
+    model = build_decoder(config)
+    save_hf_model(model, materialize(model, "cpu", seed=4), None, folder, torch.float32)
+
+
+@pytest.fixture
+def saved(tmp_path, one_rank):
     """A GLM-4.5 without a layer for prediction."""
-    folder, model = tmp_path_factory.mktemp("glm"), build_decoder(GLM)
-    save_alone(model, folder / "model")
-    return folder / "model"
-
-
-def save_alone(model, folder):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        save_hf_model(model, materialize(model, "cpu", seed=4), None, folder, torch.float32)
-    finally:
-        dist.destroy_process_group()
+    save(GLM, tmp_path / "model")
+    return tmp_path / "model"
 
 
 def with_more(saved, folder, more, **config):
@@ -106,9 +101,9 @@ def test_what_neither_is_computed_nor_passes_through_is_refused(saved, tmp_path)
     )
 
 
-def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path):
+def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path, one_rank):
     config = dataclasses.replace(QWEN3, tie_word_embeddings=True)
-    save_alone(build_decoder(config), tmp_path / "model")
+    save(config, tmp_path / "model")
     embedding = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
     with_more(
         tmp_path / "model",
