@@ -43,15 +43,14 @@ def spread(weight, scale, block):
     return weight.to(torch.float32) * factors[: weight.shape[0], : weight.shape[1]]
 
 
-def open_weight(folder, weight, scale, block, two_files=False):
-    files = (
-        [{"w": weight}, {"w_scale_inv": scale}]
-        if two_files
-        else [{"w": weight, "w_scale_inv": scale}]
-    )
-    paths = [folder / f"{i}.safetensors" for i in range(len(files))]
-    for path, tensors in zip(paths, files, strict=True):
-        save_file(tensors, path)
+def open_weight(folder, weight, scale, block):
+    """Files are split by size, so a weight can be the last tensor of a file and its scales the
+    first of the next.
+    """
+    tensors = {"w": weight, "w_scale_inv": scale}
+    paths = [folder / f"{key}.safetensors" for key in tensors]
+    for path, key in zip(paths, tensors, strict=True):
+        save_file({key: tensors[key]}, path)
     stored = {key: tensor for path in paths for key, tensor in read_header(path).items()}
     tensor = attach_scales(stored, block)["w"]
     placed = Placed(tensor, whole("w", tensor.shape))
@@ -117,16 +116,6 @@ def test_memory_beyond_the_shard_stays_small(tmp_path, monkeypatch):
     # Each thread holds raw bytes, float32 values, their scales and the products; the threads'
     # allocator arenas also count.
     assert max(seen) - before < (4 * num_threads + 6) * 2**20
-
-
-def test_factors_may_lie_in_another_file_than_the_weight(tmp_path):
-    # Files are split by size, so a weight can be the last tensor of a file and its scales the first
-    # of the next.
-    weight, scale = quantized((40, 50), (16, 24), 4)
-    reader = open_weight(tmp_path, weight, scale, (16, 24), two_files=True)
-    assert torch.equal(
-        read_region(reader, "w", Region((3, 0), (30, 50))), spread(weight, scale, (16, 24))[3:33]
-    )
 
 
 # ---- a model on disk ----
