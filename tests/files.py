@@ -64,6 +64,17 @@ def write_manifest(folder):
     (folder / "titanlite/manifest.json").write_text(json.dumps({"format": 1, "files": files}))
 
 
+def first_bytes(buffers, count):
+    """Return the first `count` bytes of several buffers, as a system may read or write them."""
+    given = []
+    for buffer in buffers:
+        given.append(buffer[:count])
+        count -= len(given[-1])
+        if count <= 0:
+            break
+    return given
+
+
 @contextmanager
 def at_most(seconds):
     """Fail the test if the body takes longer."""

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from files import first_bytes
 from safetensors.torch import save_file
 from tensors import bits, everything, random_tensor
 
@@ -58,12 +59,7 @@ class Calls:
     def __call__(self, descriptor, buffers, offset, *flags):
         given = buffers
         if self._most_bytes is not None:
-            given, room = [], self._most_bytes()
-            for buffer in buffers:
-                given.append(buffer[:room])
-                room -= len(given[-1])
-                if room <= 0:
-                    break
+            given = first_bytes(buffers, self._most_bytes())
         count = self._original(descriptor, given, offset, *flags)
         with self._lock:
             self.made.append((descriptor, offset, offset + count, len(buffers)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from files import first_bytes
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tensors import bits, everything, random_tensor
@@ -58,6 +59,14 @@ def write(folder, *of_ranks, file_bytes=None, stem="model"):
         assert (folder / file.name).stat().st_size == file.nbytes
         assert checksum(file, sums) == f"{zlib.adler32((folder / file.name).read_bytes()):08x}"
     return [file.name for file in layouts[0]]
+
+
+def assert_stored(folder, names, tensors, dtype=None):
+    """The files hold these tensors, cast to `dtype`, and nothing else."""
+    loaded = {key: value for name in names for key, value in load_file(folder / name).items()}
+    assert loaded.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert same_bits(loaded[key], tensor.to(dtype or tensor.dtype)), key
 
 
 # ---- layout ----
@@ -112,9 +121,7 @@ def test_all_dtypes_and_shapes_load_with_equal_bits(tmp_path):
     tensors |= dict.fromkeys(["\u00e9", "a\nb\x1b[31m", '"\\'], torch.ones(1))
     names = write(tmp_path, [item(key, tensor) for key, tensor in tensors.items()], file_bytes=700)
     assert len(names) > 3
-    loaded = {key: value for name in names for key, value in load_file(tmp_path / name).items()}
-    assert loaded.keys() == tensors.keys()
-    assert [key for key, tensor in tensors.items() if not same_bits(loaded[key], tensor)] == []
+    assert_stored(tmp_path, names, tensors)
     with safe_open(tmp_path / names[0], "pt") as file:
         assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
 
@@ -146,9 +153,8 @@ def test_casts_large_tensors_and_shards_that_are_not_contiguous(tmp_path, dtype)
         "large, transposed": random_tensor((1100, 900), seed=3).T,
     }
     assert [tensor.is_contiguous() for tensor in tensors.values()] == [True] * 3 + [False] * 4
-    (name,) = write(tmp_path, [item(key, tensor, dtype) for key, tensor in tensors.items()])
-    loaded = load_file(tmp_path / name)
-    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+    names = write(tmp_path, [item(key, tensor, dtype) for key, tensor in tensors.items()])
+    assert_stored(tmp_path, names, tensors, dtype)
 
 
 # ---- several ranks ----
@@ -195,18 +201,16 @@ def test_ranks_write_their_shards_into_the_same_files(tmp_path, split, dtype):
     }
     names = write(tmp_path, *on_ranks(tensors, split, dtype), file_bytes=400)
     assert len(names) == 3
-    loaded = {key: value for name in names for key, value in load_file(tmp_path / name).items()}
-    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+    assert_stored(tmp_path, names, tensors, dtype)
 
 
 def test_of_replicas_one_writes(tmp_path, monkeypatch):
     written, original = [], os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda *args: written.append(original(*args)) or written[-1])
     tensors = {"a": random_tensor((50, 4)), "b": random_tensor((9,), seed=1)}
-    (name,) = write(tmp_path, *on_ranks(tensors, lambda tensor: [everything(tensor.shape)] * 3))
+    names = write(tmp_path, *on_ranks(tensors, lambda tensor: [everything(tensor.shape)] * 3))
     assert sum(written) == 4 * (200 + 9)
-    loaded = load_file(tmp_path / name)
-    assert all(same_bits(loaded[key], tensor) for key, tensor in tensors.items())
+    assert_stored(tmp_path, names, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["direct", "staged"])
@@ -214,19 +218,13 @@ def test_short_writes_are_continued(tmp_path, dtype, monkeypatch):
     rng, original = random.Random(5), os.pwritev
 
     def short(descriptor, buffers, offset, *flags):
-        room, given = rng.choice([1, 2, 7, 64, 500]), []
-        for buffer in buffers:
-            given.append(buffer[:room])
-            room -= len(given[-1])
-            if room <= 0:
-                break
+        given = first_bytes(buffers, rng.choice([1, 2, 7, 64, 500]))
         return original(descriptor, given, offset, *flags)
 
     monkeypatch.setattr(os, "pwritev", short)
     tensors = {f"{i}": random_tensor((rng.randint(1, 30), 11), seed=i) for i in range(20)}
-    (name,) = write(tmp_path, *on_ranks(tensors, columns, dtype))
-    loaded = load_file(tmp_path / name)
-    assert all(same_bits(loaded[key], tensor.to(dtype)) for key, tensor in tensors.items())
+    names = write(tmp_path, *on_ranks(tensors, columns, dtype))
+    assert_stored(tmp_path, names, tensors, dtype)
 
 
 # ---- copies for background saves ----
