@@ -71,16 +71,6 @@ def test_each_source_goes_through_its_own_epochs():
             assert len(set(own[epoch * size : (epoch + 1) * size])) == size
 
 
-def test_without_weights_an_epoch_has_every_sequence_once():
-    dataset = make_mixture()
-    total = 90 + 180 + 27
-    assert dataset.num_train_sequences == total
-    epochs = [ids(dataset, epoch * total, (epoch + 1) * total) for epoch in range(3)]
-    assert all(len(set(epoch)) == total for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and set(epochs[0]) == set(epochs[2])
-    assert len(set(kinds(epochs[0][:40]))) == 3
-
-
 @pytest.mark.parametrize("weights", [None, [3.0, 2.0, 1.0]])
 def test_a_sample_does_not_depend_on_what_was_asked_before(weights):
     first = PERIOD - 1000
@@ -101,14 +91,18 @@ def test_the_order_is_pinned():
     assert ids(make_mixture(), 100, 112) == PINNED_BY_SIZE
 
 
-def test_a_long_epoch_is_shuffled_in_pieces(monkeypatch):
-    monkeypatch.setattr("titanlite.features.streams.mixture.PERIOD", 16)
+@pytest.mark.parametrize("period", [PERIOD, 16])
+def test_without_weights_an_epoch_has_every_sequence_once(monkeypatch, period):
+    """An epoch that is longer than a period is shuffled in pieces."""
+    monkeypatch.setattr("titanlite.features.streams.mixture.PERIOD", period)
     dataset = make_mixture()
-    total = 297
+    total = 90 + 180 + 27
+    assert dataset.num_train_sequences == total
     whole = ids(dataset, 0, 3 * total)
     epochs = [whole[i * total : (i + 1) * total] for i in range(3)]
     assert set(epochs[0]) == set(epochs[1]) == set(epochs[2]) and len(set(epochs[0])) == total
     assert len({tuple(kinds(epoch)) for epoch in epochs}) == 3
+    assert len(set(kinds(whole[:40]))) == 3
     for start, stop in ((15, 17), (100, 250), (290, 300)):
         assert ids(dataset, start, stop) == whole[start:stop]
         own = Counter(kinds(whole[:stop]))
