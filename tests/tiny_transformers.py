@@ -142,6 +142,16 @@ def mapping_of(kind):
     return [WeightConverter("self_attn.qkv.weight", targets, [Split(dim=0)])]
 
 
+def store_as(kind, tensors):
+    """Change the tensors of a Llama to the layout that `mapping_of(kind)` reads."""
+    for key in [*tensors]:
+        if kind == "transposed" and "down_proj.weight" in key:
+            tensors[key] = tensors[key].T
+        elif kind == "fused" and ".q_proj." in key:
+            parts = [tensors.pop(key.replace(".q_", f".{part}_")) for part in "qkv"]
+            tensors[key.replace(".q_proj.", ".qkv.")] = torch.cat(parts)
+
+
 _CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }} {% "
     "else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] "

@@ -5,6 +5,7 @@ converted whole, and every problem is reported.
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tensors import changed
-from tiny_transformers import mapping_of, save_tiny
+from tiny_transformers import mapping_of, save_tiny, store_as
 from torch.distributed.fsdp import fully_shard
-from transformers import core_model_loading
 
 from tests.saving import model_files, save_hf_model
 from titanlite.base.errors import PlanError
@@ -156,34 +156,19 @@ def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
     assert sum(sizes) == 4 * shape[1] * shape[2]
 
 
-def transposed(tensors):
-    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
-        tensors[name] = tensors[name].T
-
-
-def fused(tensors):
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.self_attn."
-        parts = [tensors.pop(f"{prefix}{part}_proj.weight") for part in "qkv"]
-        tensors[f"{prefix}qkv.weight"] = torch.cat(parts)
-
-
-@pytest.mark.parametrize(
-    ("kind", "edit", "whole"), [("transposed", transposed, {"down_proj"}), ("fused", fused, set())]
-)
-def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, edit, whole):
+@pytest.mark.parametrize(("kind", "whole"), [("transposed", {"down_proj"}), ("fused", set())])
+def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kind, whole):
     """A transposed weight is converted whole, and a fused one is cut while it is read; both are
     saved in their original layout. Of the tensors that are converted for the save, a rank keeps
     only the part that it writes.
     """
-    if kind == "fused" and not hasattr(core_model_loading, "Split"):
-        pytest.skip("needs transformers 5.23")
-    folder = edited(llama, tmp_path / kind, edit)
+    mapping = mapping_of(kind)
+    folder = edited(llama, tmp_path / kind, partial(store_as, kind))
     expected = load_file(llama / "model.safetensors")
 
     def rank_main():
         model = build(folder)
-        model.all_conversions = mapping_of(kind)
+        model.all_conversions = mapping
         for layer in model.decoder_layers():
             fully_shard(layer)
         fully_shard(model)

@@ -7,7 +7,7 @@ import torch
 from files import read_json
 from quantized_folder import read_region, write_fp8, write_mxfp4
 from tensors import changed
-from tiny_transformers import ALL_MODELS, mapping_of, save_tiny
+from tiny_transformers import ALL_MODELS, mapping_of, save_tiny, store_as
 
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.hf_model import weights_of
@@ -105,27 +105,12 @@ def test_other_forms_of_factors(
             )
 
 
-def fused(tensors):
-    for prefix in ("model.layers.0.self_attn.", "model.layers.1.self_attn."):
-        for suffix in (".weight", ".weight_scale_inv"):
-            parts = [tensors.pop(f"{prefix}{part}_proj{suffix}") for part in "qkv"]
-            tensors[f"{prefix}qkv{suffix}"] = torch.cat(parts)
-
-
-def transposed(tensors):
-    for key in [key for key in tensors if "down_proj.weight" in key]:
-        tensors[key] = tensors[key].T.contiguous()
-
-
-@pytest.mark.parametrize(
-    ("kind", "edit", "block"),
-    [("fused", fused, BLOCK), ("transposed", transposed, (16, 16))],
-)
-def test_fp8_is_cut_and_converted(tmp_path, kind, edit, block):
+@pytest.mark.parametrize(("kind", "block"), [("fused", BLOCK), ("transposed", (16, 16))])
+def test_fp8_is_cut_and_converted(tmp_path, kind, block):
     folder = save("llama", tmp_path / "llama")
     expected = write_fp8(folder, block)
     with changed(folder / "model.safetensors") as stored:
-        edit(stored)
+        store_as(kind, stored)
     model = build(folder)
     model.all_conversions = mapping_of(kind)
     materialize(model, "cpu", [weights_of(folder, model)])
