@@ -42,23 +42,22 @@ NEW = '[model]\nflavor = "debug"\n'
 # --- the model
 
 
+# The file, and the folders that configuration and tokenizer, and weights, are read from.
+MODELS = [
+    (f"{MODEL}{DATA}", "model", "model"),
+    (f'{MODEL}init = "random"\n', "model", ""),
+    (f'{MODEL}flavor = "8B"\n{DATA}', "", "model"),  # the flavor has the sizes
+    (f'{MODEL}flavor = "8B"\ninit = "random"\n', "model", ""),  # for its tokenizer
+    ('[model]\nhf_assets_path = "model"\n', "model", ""),
+    ('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n' + DATA, "model", "model"),
+]
+
+
 def test_one_key_names_configuration_tokenizer_and_weights():
-    job = load(f"{MODEL}{DATA}")
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "model")
-    job = load(f'{MODEL}init = "random"\n')
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", "")
-    job = load(f'{MODEL}flavor = "8B"\n{DATA}')
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("", "model"), (
-        "the flavor has the sizes"
-    )
-    job = load('[model]\nhf_assets_path = "model"\ninit = "pretrained"\n' + DATA)
-    assert job.checkpoint.initial_load_path == "model"
-    job = load('[model]\nhf_assets_path = "model"\n')
-    assert job.checkpoint.initial_load_path == "", "as before"
-    job = load(f'{MODEL}flavor = "8B"\ninit = "random"\n')
-    assert (job.model.hf_assets_path, job.checkpoint.initial_load_path) == ("model", ""), (
-        "for its tokenizer"
-    )
+    for text, assets, weights in MODELS:
+        job = load(text)
+        found = job.model.hf_assets_path, job.checkpoint.initial_load_path
+        assert found == (assets, weights), text
 
 
 # --- the data
