@@ -3,13 +3,12 @@
 import pytest
 import torch
 from triton_interpreter import DEVICE, NEEDS_KERNELS, ON_GPU
+from unit.models.conftest import build_ours, small_config
 
 from titanlite.config.model import ModelConfig
 from titanlite.config.schema import ActivationCheckpointSection
-from titanlite.distributed import expert_parallel
 from titanlite.distributed.parallelize import checkpoint_layers
-from titanlite.models.decoder import LossSums, build_decoder
-from titanlite.ops import elementwise, group_by_expert, routing
+from titanlite.ops import group_by_expert, routing
 
 pytestmark = [NEEDS_KERNELS, *ON_GPU]
 
@@ -164,48 +163,10 @@ def test_rows_are_in_the_order_of_their_ids_and_tokens(num_tokens, top_k, num_id
         assert {order.dtype, token.dtype, rows.dtype, ends.dtype} == {torch.int32}
 
 
-def test_copies_for_ranks_are_those_of_torch(monkeypatch):
-    monkeypatch.setattr(expert_parallel, "all_to_all", lambda x, *_: x)
-    dispatcher = object.__new__(expert_parallel.ExpertParallelDispatcher)
-    dispatcher._name, dispatcher._size = "", 4
-    torch.manual_seed(0)
-    ids = torch.rand(40, 24, device=DEVICE).topk(5).indices
-    found = []
-    for is_fused in (True, False):
-        monkeypatch.setattr(routing, "takes_kernels", lambda x, wanted=is_fused: wanted)
-        found.append(dispatcher._route(ids, 24))
-    for place, (fused, composed) in enumerate(zip(*found, strict=True)):
-        if place == 4:  # what is computed elsewhere has a place beyond the rows, in any order
-            num_rows = len(found[0][2])
-            fused, composed = (rows.clamp(max=num_rows) for rows in (fused, composed))
-        assert fused == composed if isinstance(fused, list) else torch.equal(fused, composed), place
-
-
-@pytest.mark.parametrize("func", ["softmax", "sigmoid"])
-def test_a_decoder_has_the_same_losses_counts_and_gradients(func, monkeypatch):
-    config = ModelConfig(
-        vocab_size=31,
-        hidden_size=24,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=12,
-        top_k=3,
-        score_func=func,
-        routed_scaling_factor=1.5,
-    )
-    model = build_decoder(config).to_empty(device=DEVICE)
-    torch.manual_seed(0)
-    for param in model.parameters():
-        torch.nn.init.normal_(param, 0.0, 0.3)
-    rotary = model.model.rotary_emb
-    frequencies = elementwise.inverse_frequencies(config.rotary_dim, config.rope_theta)
-    rotary.inv_freq = frequencies.to(DEVICE)
-    routers = [layer.mlp.gate for layer in model.decoder_layers()]
-    for router in routers:
-        router.expert_bias = torch.randn(12, device=DEVICE) / 50
+@pytest.mark.parametrize("family", ["qwen3_moe", "dots1"])  # softmax, and sigmoid with a bias
+def test_a_decoder_has_the_same_losses_counts_and_gradients(family, monkeypatch):
+    model = build_ours(small_config(family, num_layers=2)).to(DEVICE)
+    routers = [moe.gate for moe in model.moe_layers().values()]
     model.set_loss_coeffs(aux=0.1, z=0.1)
     tokens = torch.randint(31, (2, 5), device=DEVICE)
     targets = tokens.clone()
@@ -215,7 +176,6 @@ def test_a_decoder_has_the_same_losses_counts_and_gradients(func, monkeypatch):
     for is_fused in (True, False):
         monkeypatch.setattr(routing, "takes_kernels", lambda x, wanted=is_fused: wanted)
         sums = model(tokens, targets)
-        assert isinstance(sums, LossSums)
         grads = torch.autograd.grad(sums.cross_entropy + sums.aux, list(model.parameters()))
         counts = [router.tokens_per_expert.clone() for router in routers]
         found.append(([sums.cross_entropy, sums.aux, *grads], counts))
