@@ -17,6 +17,7 @@ from titanlite.base.files import (
     read_regular,
     replace_file,
 )
+from titanlite.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_model_headers
 from titanlite.config import load_config
 from titanlite.config.data import DataSection
 from titanlite.config.schema import JobConfig
@@ -45,6 +46,8 @@ SPECIAL = [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), make_socket]
 # Where the package opens what a user names, and the name that the file must have there.
 OPENED = {
     "config.toml": lambda path: load_config(["--config", str(path)]),
+    SINGLE_FILE: lambda path: read_model_headers(path.parent),
+    INDEX_FILE: lambda path: read_model_headers(path.parent),
     "config.json": lambda path: any_model_config_from_hf(path.parent, "model"),
     "tokenizer.json": lambda path: load_tokenizer(path),
     "template.jinja": lambda path: _read_template(str(path)),

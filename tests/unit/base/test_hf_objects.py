@@ -23,21 +23,17 @@ PACKAGE = Path(titanlite.__file__).parent
 DOOR = "base/hf_objects.py"
 # What makes objects of files, or of what files say.
 INTO_TRANSFORMERS = {
-    *(
-        "from_pretrained",
-        "from_config",
-        "_from_config",
-        "get_class_from_dynamic_module",
-        "pipeline",
-        "from_dict",
-    ),
-    *(
-        "get_cached_module_file",
-        "load_dataset_builder",
-        "trust_remote_code",
-        "for_model",
-        "from_json_file",
-    ),
+    "from_pretrained",
+    "from_config",
+    "_from_config",
+    "get_class_from_dynamic_module",
+    "pipeline",
+    "from_dict",
+    "get_cached_module_file",
+    "load_dataset_builder",
+    "trust_remote_code",
+    "for_model",
+    "from_json_file",
 }
 # What titanlite itself wrote, or has the values of.
 EXEMPT = {
@@ -52,17 +48,8 @@ def test_only_one_module_has_transformers_load_anything():
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = (
-                node.attr
-                if isinstance(node, ast.Attribute)
-                else node.arg
-                if isinstance(node, ast.keyword)
-                else ""
-            )
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                called = node.func.id
-            if called in INTO_TRANSFORMERS:
-                found.add((name, called))
+            named = {getattr(node, key, "") for key in ("attr", "arg", "id")}
+            found |= {(name, called) for called in named & INTO_TRANSFORMERS}
     assert {name for name, called in found if (name, called) not in EXEMPT} == {DOOR}
     assert (DOOR, "from_pretrained") in found, "the walk finds calls"
 
