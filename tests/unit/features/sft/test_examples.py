@@ -117,16 +117,6 @@ def test_pairs_share_a_row_chosen_first(make_job):
     assert (dataset.batch(range(dataset.num_sequences)).document_ids.max(1).values % 2 == 1).all()
 
 
-def test_held_out_rows_are_not_trained_on(make_job):
-    dataset = build(make_job(make_rows(100), seq_len=64))
-    assert len(dataset.held_out.selected) == 10
-    assert not set(dataset.train.selected) & set(dataset.held_out.selected)
-    assert set(dataset.held_out.selected.tolist()) != set(range(90, 100))  # not the end of the file
-    again = build(make_job(make_rows(100, seed=1), seq_len=32, too_long="cut", packing=False))
-    # by the number of rows alone
-    assert again.held_out.selected.tolist() == dataset.held_out.selected.tolist()
-
-
 def test_answers_of_one_conversation_stay_together(make_job):
     dataset = build(make_job(make_chats(), THINKING, seq_len=128))
     assert len(dataset.train.selected) == 36 and len(dataset.held_out.selected) == 4
@@ -247,8 +237,14 @@ def test_share_that_is_held_out(make_job):
             60 - held_out,
             held_out,
         )
+        assert not set(dataset.train.selected) & set(dataset.held_out.selected)
         fingerprints.add(dataset.fingerprint)
+        if share is None:
+            chosen = dataset.held_out.selected.tolist()
+            assert chosen != list(range(54, 60))  # not the end of the file
     assert len(fingerprints) == 4
+    other = build(make_job(make_rows(60, seed=1), seq_len=32, too_long="cut", packing=False))
+    assert other.held_out.selected.tolist() == chosen, "by the number of rows alone"
     alone = build(make_job(make_rows(1), seq_len=64, validation_share=0.0, packing=False))
     assert alone.batch([0]).labels.shape == (1, 64) and alone.num_sequences == 1
 
