@@ -4,11 +4,10 @@ follows.
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from planned import checked
 
-from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.choice.hardware import get_hardware
 from titanlite.features.estimate import estimate, tracker
@@ -17,34 +16,13 @@ from titanlite.features.estimate.operators import Call, Work
 from titanlite.features.estimate.trace import trace_step
 from titanlite.features.estimate.tracker import Kind
 from titanlite.models.families import families
-from titanlite.preflight import check
 
-CONFIG = Path(__file__).parents[4] / "configs" / "qwen3_moe.toml"
 PARALLELISM = "--parallelism."
 MODE = "--activation_checkpoint.mode="
 
 
 def trace(world_size, *overrides):
-    sizes = [
-        "--model.flavor=debug",
-        "--model.overrides.vocab_size=310",
-        "--model.overrides.num_layers=2",
-    ]
-    batch = [
-        "--training.seq_len=32",
-        "--training.local_batch_size=2",
-        "--training.global_batch_size=-1",
-    ]
-    argv = [
-        "--config",
-        str(CONFIG),
-        f"{PARALLELISM}tensor_parallel_degree=1",
-        *sizes,
-        *batch,
-        *overrides,
-    ]
-    checked = check(load_config(argv), world_size)
-    return trace_step(checked)
+    return trace_step(checked(world_size, LAYERS, *overrides))
 
 
 def experts_over(ranks):
