@@ -1,12 +1,15 @@
-"""What tells a run from others."""
+"""What tells a run from others, and which settings must be alike on all machines of a run."""
 
 import re
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
+from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
-from titanlite.metrics.run_folder import check_same_run, get_identity
+from titanlite.config.settings import get_value
+from titanlite.metrics.run_folder import check_same_run, check_same_settings, get_identity
 
 SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
 
@@ -43,3 +46,24 @@ def test_another_run_is_refused(section, name, value, can_be_forced):
     job.training.steps = 1000
     job.checkpoint.resume = "force"
     assert len(check_same_run(job, 3, before)) == (not can_be_forced)
+
+
+def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
+    first = []
+
+    def broadcast(found, src):
+        found[0] = {key: get_value(first[0], key) for key in found[0]}
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    first.append(JobConfig())
+    job = JobConfig()
+    job = replace(job, lora=replace(job.lora, init_from="/cache/of/this/machine/adapters"))
+    job = replace(job, evaluation=replace(job.evaluation, path="/cache/of/this/machine/examples"))
+    job = replace(
+        job, checkpoint=replace(job.checkpoint, initial_load_path="/cache/of/this/machine/model")
+    )
+    check_same_settings(job)
+    with pytest.raises(
+        ConfigError, match=r"configuration: training\.steps = 7 on .*, 1000 on rank 0"
+    ):
+        check_same_settings(replace(job, training=replace(job.training, steps=7)))
