@@ -14,31 +14,41 @@ READS_ENVIRONMENT = ("base/", "launch/")
 # and the order of sharding; values of any section that follow the step; features and datasets,
 # whose builders get it; and what saves or compares all of it.
 KNOWS_JOB = (
-    *("config/", "preflight.py", "features/", "data/", "metrics/"),
-    *("assemble.py", "run.py", "distributed/parallelize.py", "optim/schedule.py"),
+    "config/",
+    "preflight.py",
+    "features/",
+    "data/",
+    "metrics/",
+    "assemble.py",
+    "run.py",
+    "distributed/parallelize.py",
+    "optim/schedule.py",
 )
 # Native and transformers' models are told apart where they are described, built, balanced, sharded
 # and written.
 TELLS_KINDS = (
-    *("config/", "models/families/", "features/", "data/tokenizer.py", "assemble.py", "run.py"),
-    *(
-        "distributed/parallelize.py",
-        "checkpoint/description.py",
-        "checkpoint/ties.py",
-        "optim/expert_bias.py",
-    ),
+    "config/",
+    "models/families/",
+    "features/",
+    "data/tokenizer.py",
+    "assemble.py",
+    "run.py",
+    "distributed/parallelize.py",
+    "checkpoint/description.py",
+    "checkpoint/ties.py",
+    "optim/expert_bias.py",
 )
 # What a module computes is changed from outside by hooks and documented attributes. One function
 # puts another forward in place of a layer's; the others exchange tensors, and give a record its
 # fields.
 OVERRIDES = (
-    *("distributed/parallelize.py", "distributed/fsdp.py", "distributed/shard.py"),
-    *(
-        "materialize/execute.py",
-        "checkpoint/description.py",
-        "features/lora/block_formats.py",
-        "metrics/point.py",
-    ),
+    "distributed/parallelize.py",
+    "distributed/fsdp.py",
+    "distributed/shard.py",
+    "materialize/execute.py",
+    "checkpoint/description.py",
+    "features/lora/block_formats.py",
+    "metrics/point.py",
     "features/estimate/stand_in.py",
 )
 # What stands in a line of the code as `ast.unparse` writes it.

@@ -168,11 +168,10 @@ REFUSED = [
         {f"{EXPERTS}.0.gate_proj.weight": None, f"{EXPERTS}.3.up_proj.weight": None}
         | {f"{EXPERTS}.1.gate_proj.weight": torch.zeros(1), "lm_head.bias": torch.zeros(2048)},
         [
-            *("4 problems:", f"{EXPERTS}.gate_up_proj: {MISSING} {EXPERTS}.0.gate_proj.weight."),
-            *(
-                f"{MISSING} {EXPERTS}.3.up_proj.weight.",
-                f"{EXPERTS}.1.gate_proj.weight with shape (1,)",
-            ),
+            "4 problems:",
+            f"{EXPERTS}.gate_up_proj: {MISSING} {EXPERTS}.0.gate_proj.weight.",
+            f"{MISSING} {EXPERTS}.3.up_proj.weight.",
+            f"{EXPERTS}.1.gate_proj.weight with shape (1,)",
             "lm_head.bias: unexpected",
         ],
     ),

@@ -67,14 +67,14 @@ OPEN_THOUGHT = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 
 SPECIAL_TOKENS = [
-    *(
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<s>",
-        "</s>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-    ),
-    *("<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<s>",
+    "</s>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
 ]

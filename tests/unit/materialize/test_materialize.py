@@ -191,18 +191,19 @@ def test_errors_of_computed_sources_are_not_swallowed():
 
 
 FLOAT8 = [
-    *(
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-    )
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 ]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, *FLOAT8]
 INTEGERS = [
-    *(torch.bool, torch.int8, torch.int64),
-    *(torch.uint8, torch.uint64),
+    torch.bool,
+    torch.int8,
+    torch.int64,
+    torch.uint8,
+    torch.uint64,
 ]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 

@@ -98,12 +98,11 @@ def test_training_beyond_the_original_length_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "run.toml").write_text("")
     base = [
-        *("--config", f"{tmp_path}/run.toml"),
-        *(
-            f"--model.hf_assets_path={tmp_path}/model",
-            "--data.dataset=examples",
-            f"--data.path={tmp_path}/rows.jsonl",
-        ),
+        "--config",
+        f"{tmp_path}/run.toml",
+        f"--model.hf_assets_path={tmp_path}/model",
+        "--data.dataset=examples",
+        f"--data.path={tmp_path}/rows.jsonl",
         f"--data.tokenizer_path={tmp_path}/model",
     ]
 
