@@ -28,17 +28,13 @@ def build(folder):
     return build_decoder(config), hf_checkpoint(folder, config)
 
 
-def dequantized(folder):
+def test_values_and_logits_are_those_of_transformers(folder, monkeypatch):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
-    model = AutoModelForCausalLM.from_pretrained(
+    theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
-    return model.float()  # transformers 5.17 leaves the experts in bfloat16
-
-
-def test_values_and_logits_are_those_of_transformers(folder, monkeypatch):
-    theirs = dequantized(folder)
+    theirs.float()  # transformers 5.17 leaves the experts in bfloat16
     monkeypatch.setattr(reader_module, "JOB_BYTES", 4096)  # a few rows per job
     model, source = build(folder)
     materialize(model, "cpu", [source])

@@ -1,6 +1,4 @@
-"""Router: selection and weights, counts, groups, balance losses; local dispatch against a loop over
-tokens.
-"""
+"""Router: selection and weights, counts, balance losses."""
 
 from dataclasses import replace
 
@@ -11,7 +9,6 @@ from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.interface import SequencePart
 from titanlite.models.moe import Router
-from titanlite.ops import group_by_expert
 
 CONFIG = ModelConfig(
     hidden_size=12,
@@ -23,17 +20,15 @@ CONFIG = ModelConfig(
 )
 
 
-def build(module_class, **changes):
+def build(**changes):
     with torch.device("meta"):
-        module = module_class(replace(CONFIG, **changes))
-    materialize(module, "cpu", seed=3)
-    return module.train()
+        router = Router(replace(CONFIG, **changes))
+    materialize(router, "cpu", seed=3)
+    return router.train()
 
 
-def make_tokens(batch=2, seq_len=7, seed=0, dtype=torch.float32):
-    return torch.randn(
-        batch, seq_len, 12, generator=torch.Generator().manual_seed(seed), dtype=dtype
-    )
+def make_tokens(seed=0, dtype=torch.float32):
+    return torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def scores_of(router, x):
@@ -56,7 +51,7 @@ def test_scores_are_float32_in_a_bfloat16_model():
 
 
 def test_choices_of_real_tokens_are_counted_in_training_alone():
-    router, x = build(Router), make_tokens()
+    router, x = build(), make_tokens()
     valid = torch.ones(2, 7, dtype=torch.bool)
     for num_valid in (14, 5):  # all, and without padding
         valid.view(-1)[num_valid:] = False
@@ -97,9 +92,7 @@ def naive_balance_loss(router, x, valid, ids):
     [("softmax", False, True), ("softmax", True, False), ("sigmoid", True, True)],
 )
 def test_weights_and_balance_loss_and_their_gradients(score_func, normalized, padded):
-    router = build(
-        Router, score_func=score_func, norm_topk_prob=normalized, routed_scaling_factor=1.5
-    )
+    router = build(score_func=score_func, norm_topk_prob=normalized, routed_scaling_factor=1.5)
     x, valid, router.aux_loss_coeff = make_tokens(), None, 0.3
     router.expert_bias[1] = 3.0
     if padded:
@@ -127,7 +120,7 @@ def test_weights_and_balance_loss_and_their_gradients(score_func, normalized, pa
 
 
 def test_sequence_sum_sees_the_counts_of_each_sequence():
-    router, x = build(Router), make_tokens()
+    router, x = build(), make_tokens()
     router.aux_loss_coeff = 1.0
     plain = router(x).aux_loss
     seen = []
@@ -142,7 +135,7 @@ def test_sequence_sum_sees_the_counts_of_each_sequence():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_z_loss(padded):
-    router, x = build(Router), make_tokens()
+    router, x = build(), make_tokens()
     router.z_loss_coeff = 0.5
     valid = torch.ones(2, 7, dtype=torch.bool)
     valid[1, 2:] = not padded
@@ -152,13 +145,3 @@ def test_z_loss(padded):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
     gradients = [torch.autograd.grad(loss, router.weight)[0] for loss in (actual, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-def test_grouping_is_stable_and_inverse():
-    ids = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
-    order, token, rows, ends = group_by_expert(ids, 4)
-    assert order.tolist() == [1, 2, 6, 5, 0, 3, 4, 7]
-    assert token.tolist() == [index // 2 for index in order.tolist()]
-    assert ends.tolist() == [3, 4, 8, 8]
-    assert torch.equal(rows.flatten()[order], torch.arange(8, dtype=torch.int32))
-    assert torch.equal(ids.flatten()[order], ids.flatten().sort().values)

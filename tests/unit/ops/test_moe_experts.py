@@ -20,6 +20,12 @@ def test_rows_of_no_expert_reach_nothing(top_k):
     assert dgate_up.isfinite().all() and ddown.isfinite().all()
 
 
+def test_no_tokens():
+    layer = ExpertLayer([0, 0], 2)
+    out, *gradients = layer.results(layer.run("torch"))
+    assert out.shape == (0, 24) and not any(gradient.any() for gradient in gradients)
+
+
 def test_tokens_with_fewer_rows_than_others():
     """As those that came from other ranks have: rows from R on are none."""
     y = torch.randn(7, 3, dtype=torch.float64)
