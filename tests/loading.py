@@ -40,12 +40,27 @@ def refusal(folder, implementation="auto"):
     return str(error.value)
 
 
+def hf_config(config):
+    """Return transformers' configuration of a native model."""
+    return AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
+
+
+def add_to_hub_cache(cache, repository, config, revision="main", commit="0123456789" * 4):
+    """Return the folder of a repository, with the config.json of a native model, as the hub's
+    library lays it out in its cache.
+    """
+    root = cache / f"models--{repository.replace('/', '--')}"
+    (root / "refs").mkdir(parents=True, exist_ok=True)
+    (root / "refs" / revision).write_text(commit)
+    hf_config(config).save_pretrained(root / "snapshots" / commit)
+    return root / "snapshots" / commit
+
+
 def save_random_model(config, folder, dtype=torch.float32, **options):
     """Save a transformers model whose logits are far apart, so that rounding does not change the
     best one; every tensor is random.
     """
-    hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(hf_config(config), dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -29,6 +29,15 @@ VISION_SIZES = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
+CLIP_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+    "projection_dim": 32,
+}
 
 _ODD = VOCAB_SIZE + 1  # split over two ranks it does not go round
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -204,15 +213,7 @@ def save_tiny_llava(folder):
     """A random LLaVA with its processor."""
     from transformers import AutoModelForImageTextToText, CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        projection_dim=32,
-    )
+    vision = CLIPVisionConfig(**CLIP_SIZES)
     config = LlavaConfig(
         vision_config=vision, text_config=LlamaConfig(**TEXT_SIZES), image_token_id=3
     )
@@ -222,7 +223,7 @@ def save_tiny_llava(folder):
 
 
 def shift_adapters(model, scale):
-    """Move peft's adapters, whose product begins at zero, by normal noise: always the same."""
+    """Move adapters, whose product begins at zero, by normal noise: always the same."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():

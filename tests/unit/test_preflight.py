@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from files import write_json
 from processes import run_python
 
+from tests.loading import hf_config
 from titanlite import __version__
 from titanlite.__main__ import main as run_command
 from titanlite.base.errors import ConfigError
@@ -27,8 +27,8 @@ def path(tmp_path):
     return str(file)
 
 
-def run_check(path, *overrides, world_size=4):
-    return check(load_config(["--config", path, *overrides]), world_size)
+def run_check(path, *overrides):
+    return check(load_config(["--config", path, *overrides]), 4)
 
 
 def test_does_not_wait_for_torch(path):
@@ -105,11 +105,14 @@ SCALING = "model.overrides.rope_scaling"
     [
         ("qwen3_moe", {"max_position_embeddings": 4096, "initializer_range": 0.01}, [], ""),
         (
-            *("qwen3_moe", {"norm_topk_prob": False, "rms_norm_eps": 1e-5}, []),
+            "qwen3_moe",
+            {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+            [],
             "1e-06, there 1e-05; norm_topk_prob is",
         ),
         (
-            *("llama", {"rope_scaling": RopeScaling("llama3", 32.0, low_freq_factor=2.0)}),
+            "llama",
+            {"rope_scaling": RopeScaling("llama3", 32.0, low_freq_factor=2.0)},
             [f"--{SCALING}.factor=16.0", f"--{SCALING}.low_freq_factor=2.0"],
             "",
         ),
@@ -122,9 +125,7 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
     not compared.
     """
     theirs = replace(families()[family].presets["debug"], **changes)
-    (tmp_path / "folder").mkdir()
-    hf = families()[family].to_hf(theirs)
-    write_json(tmp_path / "folder/config.json", {**hf, "model_type": family})
+    hf_config(theirs).save_pretrained(tmp_path / "folder")
     arguments = [path, f"--model.name={family}", *overrides]
     arguments += [f"--checkpoint.initial_load_path={tmp_path / 'folder'}"]
     if not different:

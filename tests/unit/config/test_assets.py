@@ -2,7 +2,6 @@
 offline too.
 """
 
-import json
 from pathlib import Path
 
 import huggingface_hub
@@ -11,6 +10,7 @@ import huggingface_hub.errors
 import huggingface_hub.utils
 import pytest
 
+from tests.loading import add_to_hub_cache, hf_config
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig, load_config
 from titanlite.config.assets import local_folder, resolve_assets
@@ -20,31 +20,20 @@ from titanlite.config.schema import CheckpointSection
 from titanlite.models.families import families
 from titanlite.preflight import check
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CONFIG = families()["qwen3_moe"].presets["debug"]
 KEY = "model.hf_assets_path"
 
 
-def hf_config():
-    family = families()["qwen3_moe"]
-    return json.dumps({**family.to_hf(family.presets["debug"]), "model_type": "qwen3_moe"})
-
-
-def write_model(folder, *, weights=True, tokenizer=True):
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(hf_config())
+def write_model(folder, *, weights=True):
+    hf_config(CONFIG).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
     if weights:
-        (folder / "model.safetensors").write_bytes(b"")
-    if tokenizer:
-        (folder / "tokenizer.json").write_text("{}")
+        (folder / "model.safetensors").touch()
     return folder
 
 
-def add_to_cache(cache, repository, revision="main", commit=COMMIT, **options):
-    """A repository as the hub's library lays it out in its cache."""
-    root = cache / f"models--{repository.replace('/', '--')}"
-    (root / "refs").mkdir(parents=True, exist_ok=True)
-    (root / "refs" / revision).write_text(commit)
-    return write_model(root / "snapshots" / commit, **options)
+def add_to_cache(cache, **options):
+    return write_model(add_to_hub_cache(cache, "owner/model", CONFIG, **options))
 
 
 @pytest.fixture
@@ -149,11 +138,11 @@ def test_cached_description_without_weights_is_completed(tmp_path, monkeypatch):
 
 
 def test_revision_in_the_cache(cache):
-    main = add_to_cache(cache, "owner/model")
-    tagged = add_to_cache(cache, "owner/model", revision="v2", commit=COMMIT[::-1])
+    main, commit = add_to_cache(cache), "9876543210" * 4
+    tagged = add_to_cache(cache, revision="v2", commit=commit)
     assert local_folder(KEY, "owner/model", weights=True) == str(main)
     assert local_folder(KEY, "owner/model@v2", weights=True) == str(tagged)
-    assert local_folder(KEY, f"owner/model@{COMMIT[::-1]}", weights=True) == str(tagged)
+    assert local_folder(KEY, f"owner/model@{commit}", weights=True) == str(tagged)
     with pytest.raises(ConfigError, match="'owner/model@v3' is not a folder here"):
         local_folder(KEY, "owner/model@v3", weights=True)
 
@@ -193,7 +182,7 @@ def load(tmp_path, *overrides):
 
 
 def test_check_resolves_the_model(cache, tmp_path):
-    folder = str(add_to_cache(cache, "owner/model"))
+    folder = str(add_to_cache(cache))
     checked = check(load(tmp_path, "--checkpoint.initial_load_path=owner/model"), 1)
-    assert checked.model_config == families()["qwen3_moe"].presets["debug"]
+    assert checked.model_config == CONFIG
     assert paths_of(checked.job) == (folder, folder, "")

@@ -2,28 +2,26 @@
 same values.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.loading import hf_config
 from titanlite.checkpoint.pieces import Layout, checkpoint_pieces
-from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
-from titanlite.models.decoder import Decoder, build_decoder
+from titanlite.models.decoder import build_decoder
 from titanlite.models.families import families, family_of
 
 
-def small_config(family: str, **changes: Any) -> ModelConfig:
+def small_config(family, **changes):
     """The debug preset with a small vocabulary."""
     return replace(families()[family].presets["debug"], vocab_size=97, **changes)
 
 
-def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
+def build_ours(config, seed=0):
     """Decoder with random values that are not symmetric: norms and biases too, and a selection
     bias.
     """
@@ -44,7 +42,7 @@ def build_ours(config: ModelConfig, seed: int = 0) -> Decoder:
     return model
 
 
-def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str, torch.Tensor]:
+def as_stored(name, values, config):
     """The tensor `name` under the name and in the form of transformers' model."""
     pieces = list(checkpoint_pieces(name, tuple(values.shape), config, Layout(is_fused=True)))
     parts = [values[piece.region.slices] for piece in pieces]
@@ -58,34 +56,34 @@ def as_stored(name: str, values: torch.Tensor, config: ModelConfig) -> tuple[str
     return key, found.view(pieces[0].shape)
 
 
-def build_theirs(config: ModelConfig, ours: Decoder) -> torch.nn.Module:
-    """transformers' own model with the values of `ours`, plain attention and plain experts."""
-    hf_config = AutoConfig.for_model(config.family, **family_of(config).to_hf(config))
-    hf_config._experts_implementation = "eager"
-    theirs = AutoModelForCausalLM.from_config(
-        hf_config, attn_implementation="eager", dtype=torch.float32
-    )
-    key = family_of(config).expert_bias_key
-    values = dict(
+def values_of(ours):
+    """All values of `ours` as transformers' model has them."""
+    config = ours.config
+    has_bias = bool(family_of(config).expert_bias_key)
+    return dict(
         as_stored(name, value, config)
         for name, value in ours.state_dict().items()
-        if key or not name.endswith("expert_bias")
+        if has_bias or not name.endswith("expert_bias")
     )
-    missing, unexpected = theirs.load_state_dict(values, strict=False)
-    assert unexpected == []
-    assert missing == []
+
+
+def build_theirs(config, ours):
+    """transformers' own model with the values of `ours`, plain attention and plain experts."""
+    found = hf_config(config)
+    found._experts_implementation = "eager"
+    theirs = AutoModelForCausalLM.from_config(
+        found, attn_implementation="eager", dtype=torch.float32
+    )
+    missing, unexpected = theirs.load_state_dict(values_of(ours), strict=False)
+    assert unexpected == missing == []
     return theirs
 
 
 @pytest.fixture(scope="session")
-def tiny() -> SimpleNamespace:
+def tiny():
     """`tiny.config(family, **changes)`, `tiny.ours(config)`, `tiny.theirs(config, ours)`,
     `tiny.as_stored(name, values, config)`.
     """
-    make: dict[str, Callable[..., Any]] = {
-        "config": small_config,
-        "ours": build_ours,
-        "theirs": build_theirs,
-        "as_stored": as_stored,
-    }
-    return SimpleNamespace(**make)
+    return SimpleNamespace(
+        config=small_config, ours=build_ours, theirs=build_theirs, as_stored=as_stored
+    )

@@ -18,6 +18,7 @@ import torch
 from files import read_json
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
+from unit.models.conftest import values_of
 
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.checkpoint.description import describe_model
@@ -99,12 +100,7 @@ def hold(folder, tiny):
     except CheckpointError:  # of keys without effect; as a run, before its first step
         return "refused"
     ours = tiny.ours(config).eval()
-    key = families()[config.family].expert_bias_key
-    values = dict(
-        tiny.as_stored(name, value, config)
-        for name, value in ours.state_dict().items()
-        if key or not name.endswith("expert_bias")
-    )
+    values = values_of(ours)
     tokens = torch.arange(14).view(1, 14) * 5 % config.vocab_size
     with torch.no_grad():
         logits = ours(tokens)
@@ -133,7 +129,7 @@ def quiet():
 @pytest.mark.parametrize("family", sorted(families()))
 def test_mutations_are_refused_or_understood(family, tiny, tmp_path):
     draw, base = random.Random(family), base_of(family)
-    found = Counter[str]()
+    found = Counter()
     failures = []
     for number in range(DRAWS):
         hf = base_of(family)

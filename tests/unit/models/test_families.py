@@ -12,6 +12,7 @@ import torch
 from files import read_json, write_json
 from transformers import AutoConfig
 
+from tests.loading import hf_config
 from tests.unit.models.test_config_mutations import base_of
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
@@ -57,7 +58,7 @@ def test_presets_are_consistent_and_survive_transformers(tmp_path):
         config = families()[family].presets[flavor]
         assert config.family == family == family_of(config).name
         assert check_model_config(config) == []
-        AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(tmp_path)
+        hf_config(config).save_pretrained(tmp_path)
         assert (
             model_config_from_hf(tmp_path)
             == model_config_from_hf(tmp_path / "config.json")
@@ -90,9 +91,7 @@ def test_unusual_values_survive_transformers(tmp_path):
                 families()[family].presets["debug"],
                 **{key: value for key, value in changes.items() if key not in fixed},
             )
-            AutoConfig.for_model(family, **family_of(config).to_hf(config)).save_pretrained(
-                tmp_path
-            )
+            hf_config(config).save_pretrained(tmp_path)
             assert model_config_from_hf(tmp_path) == config
 
 

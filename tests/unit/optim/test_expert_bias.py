@@ -8,6 +8,7 @@ import pytest
 import torch
 from files import read_table
 
+from tests.loading import hf_config
 from titanlite.config import JobConfig
 from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
@@ -29,15 +30,11 @@ def one_rank(counts):
     """The sum over a single rank."""
 
 
-def build(rate=0.01, family="qwen3_moe"):
-    config = families()[family].presets["debug"]
-    model = build_decoder(config)
+def build(rate=0.01):
+    model = build_decoder(families()["qwen3_moe"].presets["debug"])
     materialize(model, "cpu")
-    return (
-        model,
-        ExpertBiasBalancer(model, rate, one_rank),
-        [moe.gate for moe in model.moe_layers().values()],
-    )
+    routers = [moe.gate for moe in model.moe_layers().values()]
+    return model, ExpertBiasBalancer(model, rate, one_rank), routers
 
 
 def complete(family="qwen3_moe", before=None, weights="", sizes=None, **given):
@@ -96,8 +93,7 @@ def test_idle_experts_are_told_what_to_set():
 def test_a_class_of_transformers_has_no_setting():
     job = JobConfig()
     config = families()["qwen3_moe"].presets["debug"]
-    hf = {"model_type": "qwen3_moe", **family_of(config).to_hf(config)}
-    model = build_transformers(transformers_config(hf, "test"))
+    model = build_transformers(transformers_config(hf_config(config).to_dict(), "test"))
     assert complete_balancing(job.moe, model.config, has_weights=False) == job.moe
     assert advise(job, model).startswith("transformers' Qwen3MoeForCausalLM routes by itself")
 

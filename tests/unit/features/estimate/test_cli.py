@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from files import read_table, write_json
+from files import read_table
 
+from tests.loading import add_to_hub_cache
 from titanlite.__main__ import main
 from titanlite.features.estimate import estimate, proposals
 from titanlite.features.estimate.cli import plan_run, read_request
@@ -21,15 +22,17 @@ from titanlite.models.families import families
 
 ROOT = Path(__file__).parents[4]
 TINY = (
-    *(
-        "--config",
-        str(ROOT / "configs" / "qwen3_moe.toml"),
-        "--model.flavor=debug",
-        "--model.overrides.num_layers=3",
-    ),
-    *("--model.overrides.vocab_size=310", "--training.seq_len=64", "--training.local_batch_size=2"),
-    *("--training.global_batch_size=-1", "--parallelism.tensor_parallel_degree=2"),
-    *("--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=none"),
+    "--config",
+    str(ROOT / "configs" / "qwen3_moe.toml"),
+    "--model.flavor=debug",
+    "--model.overrides.num_layers=3",
+    "--model.overrides.vocab_size=310",
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=-1",
+    "--parallelism.tensor_parallel_degree=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--activation_checkpoint.mode=none",
 )
 
 
@@ -152,23 +155,12 @@ def test_a_sweep(capsys):
     assert f"{rates[0]:,.0f} tokens/s per GPU expected" in capsys.readouterr().out
 
 
-def add_to_cache(cache, family, flavor):
-    """The config.json of Qwen3 of this size, as the hub's library lays it out in its cache."""
-    source, commit = families()[family], "0" * 40
-    root = cache / f"models--Qwen--Qwen3-{flavor}"
-    folder = root / "snapshots" / commit
-    folder.mkdir(parents=True)
-    (root / "refs").mkdir()
-    (root / "refs/main").write_text(commit)
-    hf = {**source.to_hf(source.presets[flavor]), "model_type": family}
-    write_json(folder / "config.json", hf)
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache of the hub with the descriptions of the documents' models, and no network."""
     for family, flavor in (("qwen3_moe", "30B-A3B"), ("qwen3", "0.6B"), ("qwen3_moe", "235B-A22B")):
-        add_to_cache(tmp_path / "hub", family, flavor)
+        config = families()[family].presets[flavor]
+        add_to_hub_cache(tmp_path / "hub", f"Qwen/Qwen3-{flavor}", config)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path / "hub"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from files import read_json
 from PIL import Image
-from tiny_transformers import TEXT_SIZES, VISION_SIZES, word_tokenizer
+from tiny_transformers import CLIP_SIZES, TEXT_SIZES, VISION_SIZES, word_tokenizer
 
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.features.images import ImageDataset, load_processor, read_image_rows
@@ -43,16 +43,6 @@ def tokenizer_of(*tokens, **named):
     return word_tokenizer(
         ["<user>", "<assistant>", *tokens], **({"extra_special_tokens": named} if named else {})
     )
-
-
-def clip_vision(**changes):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return {**sizes, "image_size": 8, "patch_size": 4, **changes}
 
 
 def image_processor(name, **options):
@@ -112,7 +102,7 @@ def gemma3():
     text = {**TEXT_SIZES, "vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 16}
     config = hf.Gemma3Config(
         text_config={**text, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config=clip_vision(image_size=16),
+        vision_config=CLIP_SIZES | {"image_size": 16},
         mm_tokens_per_image=4,
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
@@ -124,7 +114,7 @@ def gemma3():
 def clip_and_llama(config, tokenizer, **options):
     return config(
         text_config={"model_type": "llama", **TEXT_SIZES, "vocab_size": len(tokenizer)},
-        vision_config={"model_type": "clip_vision_model", **clip_vision(), "projection_dim": 32},
+        vision_config={"model_type": "clip_vision_model", **CLIP_SIZES},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         **options,
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tensors import changed
+from tiny_transformers import shift_adapters
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -32,21 +33,18 @@ BOUND = 1e-5
 SECTION = LoRASection(rank=4, alpha=12.0)
 
 
-def build(config, section=SECTION, *, seed=0, dtype=torch.float32, base=None, spread=0.05):
+def build(config, section=SECTION, *, base=None, spread=0.05):
     """The decoder with adapters; weights of `base` if given, and adapters that are not zero unless
     `spread` is.
     """
-    model = build_decoder(config, dtype)
+    model = build_decoder(config)
     apply_lora(model, section, torch.float32)
-    plan = materialize(model, "cpu", seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        if base is not None:
-            missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
-            assert unexpected == [] and all(map(is_adapter, missing))
-        for name, param in model.named_parameters():
-            if spread and is_adapter(name):
-                param.copy_(torch.randn(param.shape, generator=generator) * spread)
+    plan = materialize(model, "cpu")
+    if base is not None:
+        missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
+        assert unexpected == [] and all(map(is_adapter, missing))
+    if spread:
+        shift_adapters(model, spread)
     return model, plan
 
 

@@ -4,7 +4,7 @@ same.
 
 import pytest
 import torch
-from tiny_transformers import VOCAB_SIZE, save_tiny
+from tiny_transformers import VOCAB_SIZE, save_tiny, shift_adapters
 
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import commit_folder
@@ -34,11 +34,8 @@ def load(folder, section, hf, *sources):
     model = build_transformers(transformers_config(hf, "test"))
     apply_lora(model, section, torch.float32)
     plan = materialize(model, "cpu", [weights_of(folder, model), *sources], seed=1)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if is_adapter(name) and not sources:
-                param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
+    if not sources:
+        shift_adapters(model, 0.1)
     return model, plan
 
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from tiny_transformers import TEXT_MODELS, TEXT_SIZES, VOCAB_SIZE
 
+from tests.loading import hf_config
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.schema import ActivationCheckpointSection, MoESection
@@ -14,7 +15,6 @@ from titanlite.distributed.parallelize import checkpoint_layers
 from titanlite.features.transformers.build import build_transformers
 from titanlite.features.transformers.experts import use_titanlite_experts
 from titanlite.materialize import materialize
-from titanlite.models.families import family_of
 from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.expert_bias import ExpertBiasBalancer
 
@@ -49,7 +49,7 @@ def native_and_other(tiny, family, **changes):
     """titanlite's decoder and transformers' class with the same values."""
     config = tiny.config(family, **changes)
     ours = tiny.ours(config)
-    other = build({"model_type": family, **family_of(config).to_hf(config)})
+    other = build(hf_config(config).to_dict())
     other.transformers_model.load_state_dict(tiny.theirs(config, ours).state_dict())
     return ours.train(), other.train()
 
@@ -84,9 +84,7 @@ def test_counts_are_those_of_the_native_decoder(tiny, family, changes, mode):
     native, other = models
     assert list(other.expert_counters()) == list(native.expert_counters())
     rows = 2 * int((DOCUMENTS >= 0).sum()) * native.config.top_k
-    assert found[1] is not None and found[1].sum(dim=1).tolist() == [rows] * len(
-        native.expert_counters()
-    )
+    assert found[1].sum(dim=1).tolist() == [rows] * len(native.expert_counters())
     assert torch.equal(found[1], found[0])
 
 
