@@ -81,7 +81,7 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, impatient
         assert re.search(rf"{re.escape(name)}.*it is not a regular file", str(caught.value)), name
 
 
-def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, run_ranks):
+def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, one_rank):
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     before = path.lstat()
@@ -89,14 +89,10 @@ def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, run_
         with pytest.raises(OSError, match="it is not a regular file"):
             write()
     assert path.lstat().st_ino == before.st_ino
-
-    def rank_main():
-        with pytest.raises(
-            ConfigError, match=r"cannot write to .*it is not a regular file: .*metrics\.jsonl"
-        ):
-            make_dump_folder(JobConfig(), tmp_path)
-
-    run_ranks(1, rank_main)
+    with pytest.raises(
+        ConfigError, match=r"cannot write to .*it is not a regular file: .*metrics\.jsonl"
+    ):
+        make_dump_folder(JobConfig(), tmp_path)
 
 
 def test_regular_files_links_to_them_and_their_limit(tmp_path):
@@ -140,18 +136,15 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path, full_disk):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path, run_ranks, monkeypatch):
+def test_a_run_starts_again_on_a_full_disk_if_it_may_go_on(tmp_path, one_rank, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def rank_main():
-        monkeypatch.setattr("titanlite.metrics.run_folder.save_resolved", fail)
-        job = JobConfig()
-        with pytest.raises(
-            ConfigError, match=r"job\.dump_folder: cannot write to .*No space left on device"
-        ):
-            make_dump_folder(job, tmp_path)
-        job.checkpoint.on_save_error = "continue"
+    monkeypatch.setattr("titanlite.metrics.run_folder.save_resolved", fail)
+    job = JobConfig()
+    with pytest.raises(
+        ConfigError, match=r"job\.dump_folder: cannot write to .*No space left on device"
+    ):
         make_dump_folder(job, tmp_path)
-
-    run_ranks(1, rank_main)
+    job.checkpoint.on_save_error = "continue"
+    make_dump_folder(job, tmp_path)

@@ -19,7 +19,6 @@ BOUND = 1e-5  # what the issue asks for; float32 through 3 layers, in another or
 BETA = 0.5
 PAIRS = random_pairs(5, 97)
 ROWS = [PAIRS[:3], PAIRS[3:]]  # the second row has a pair less
-CPU = torch.device("cpu")
 
 
 class Given:
@@ -87,40 +86,21 @@ def test_rows_of_padding_add_nothing(tiny):
     assert bool((empty.labels == IGNORE_INDEX).all())
 
 
-@pytest.fixture
-def cache(tiny, run_ranks):
-    """`cache(batches, look)`: fill a reference on one rank, return `look(reference, calls,
-    model)`.
-    """
-    model = tiny.ours(tiny.config("qwen3"), 1)
+def test_cache_finds_pairs_however_they_are_packed(tiny, one_rank):
+    model, built = tiny.ours(tiny.config("qwen3"), 1), []
 
-    def fill(batches, look):
-        def rank_main():
-            calls = []
-            reference = CachedReference()
+    def get_model():
+        built.append(1)
+        return model
 
-            def get_model():
-                calls.append(1)
-                return model
-
-            reference.fill(iter(batches), get_model, CPU)
-            return look(reference, len(calls), model)
-
-        return run_ranks(1, rank_main)[0]
-
-    return fill
-
-
-def test_cache_finds_pairs_however_they_are_packed(cache):
-    def look(reference, calls, model):
-        for batch in (pack([PAIRS[:2]], 40), pack([[PAIRS[4], PAIRS[0]], [PAIRS[1]]], 64)):
-            with torch.no_grad():
-                expected = document_log_probs(model, batch)[0]
-            assert relative(reference(model, batch), expected) <= 1e-6
-        with pytest.raises(TrainingError, match="no cached log-probabilities"):
-            reference(model, pack([random_pairs(1, 97, seed=9)], 40))
-        return calls
-
-    batches = [pack(ROWS, 40), pack([PAIRS[:1]], 40)]
-    assert cache(batches, look) == 1, "the model is built once"
-    assert cache([], lambda reference, calls, model: calls) == 0, "nothing is left to train"
+    reference = CachedReference()
+    reference.fill(iter([pack(ROWS, 40), pack([PAIRS[:1]], 40)]), get_model, one_rank)
+    for batch in (pack([PAIRS[:2]], 40), pack([[PAIRS[4], PAIRS[0]], [PAIRS[1]]], 64)):
+        with torch.no_grad():
+            expected = document_log_probs(model, batch)[0]
+        assert relative(reference(model, batch), expected) <= 1e-6
+    with pytest.raises(TrainingError, match="no cached log-probabilities"):
+        reference(model, pack([random_pairs(1, 97, seed=9)], 40))
+    assert len(built) == 1, "the model is built once"
+    CachedReference().fill(iter([]), get_model, one_rank)
+    assert len(built) == 1, "nothing is left to train"
