@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tensors import bits, random_tensor
 
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint.folder import DTYPES, StoredTensor, read_header
@@ -38,10 +39,6 @@ def _refusal(path, words=""):
     return assert_refused(read_header, path, words)
 
 
-def _payload(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 @pytest.fixture
 def file(tmp_path):
     return tmp_path / "x.safetensors"
@@ -51,19 +48,10 @@ def file(tmp_path):
 
 
 def _example_tensors():
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(dtype, shape):
-        nbytes = math.prod(shape) * dtype.itemsize
-        raw = torch.randint(
-            2 if dtype is torch.bool else 256, (nbytes,), dtype=torch.uint8, generator=generator
-        )
-        return raw.view(dtype).view(shape)
-
     shapes = [(3, 5), (), (0,), (4, 0, 2), (1, 1, 1), (7,)]
     tensors = {
-        f"{name}.{i}": draw(DTYPES[name], shape)
-        for name in DTYPES
+        f"{name}.{i}": random_tensor(shape, dtype, i)
+        for name, dtype in DTYPES.items()
         for i, shape in enumerate(shapes)
     }
     strange = ("", " ", "\u00e9", "\U0001f600", "a\nb\x1b[31m", "\x00", "\\", '"')
@@ -76,7 +64,7 @@ def _check(path, tensors):
     assert stored.keys() == tensors.keys()
     for key, tensor in tensors.items():
         found = stored[key]
-        payload = _payload(tensor)
+        payload = bits(tensor).numpy().tobytes()
         assert found == StoredTensor(
             key, tensor.dtype, tuple(tensor.shape), path, found.offset, len(payload)
         )
@@ -233,10 +221,8 @@ def _check_raw(path, raw):
     with safe_open(path, "pt") as file:
         for key, tensor in stored.items():
             if tensor.nbytes:
-                assert (
-                    _payload(file.get_tensor(key))
-                    == raw[tensor.offset : tensor.offset + tensor.nbytes]
-                )
+                payload = bits(file.get_tensor(key)).numpy().tobytes()
+                assert payload == raw[tensor.offset : tensor.offset + tensor.nbytes]
 
 
 @pytest.fixture(scope="module")

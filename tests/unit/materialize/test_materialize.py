@@ -48,6 +48,13 @@ def meta_linear(**options):
     return nn.Linear(3, 4, device="meta", **options)
 
 
+def compute(model, value):
+    """Give `model` a parameter `p` on meta, and materialize it with `value`."""
+    param = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
+    model.register_parameter("p", param)
+    materialize(model, "cpu", [{"p": Compute(lambda: value)}])
+
+
 def test_tensors_that_were_never_on_meta_keep_bits_and_memory():
     model = nn.Sequential(meta_linear(), nn.Linear(4, 2))
     values = torch.tensor([1.0, -0.0, 1e-40, float("-inf")])
@@ -214,10 +221,7 @@ def test_parameters_and_buffers_of_all_dtypes(dtype):
     for shape in [(3,), (), (2, 0)]:
         value = torch.tensor([1.0, 0.5, 2.0])[: math.prod(shape)].view(shape).to(dtype)
         model = Holder(b=lambda value=value: value)
-        model.register_parameter(
-            "p", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-        )
-        materialize(model, "cpu", [{"p": Compute(lambda value=value: value)}])
+        compute(model, value)
         assert model.b.dtype == model.p.dtype == dtype
         assert torch.equal(bits(model.b), bits(value)) and torch.equal(bits(model.p), bits(value))
         digest = execute.bit_digest(value)
@@ -246,13 +250,9 @@ def test_nan_and_infinity_of_all_dtypes_are_found(dtype):
     else:
         values[1][0][1, 1] = float("inf")
     for value, text in values:
-        model = nn.Module()
-        model.register_parameter(
-            "w", nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-        )
         with pytest.raises(VerifyError) as error:
-            materialize(model, "cpu", [{"w": Compute(lambda value=value: value)}])
-        assert str(error.value) == f"materialize: w: {text}"
+            compute(nn.Module(), value)
+        assert str(error.value) == f"materialize: p: {text}"
 
 
 def test_a_layout_that_cannot_be_filled_is_refused():

@@ -4,7 +4,7 @@ peft computes.
 
 import pytest
 import torch
-from files import write_json
+from files import write_manifest
 from peft import PeftModel
 from tiny_transformers import TEXT_SIZES, shift_adapters, word_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -91,10 +91,9 @@ def test_the_base_of_adapters(tmp_path):
 
 
 def complete(folder):
-    (folder / "titanlite").mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"12345678")
-    files = {"model.safetensors": {"bytes": 8, "adler32": "074001a5"}}
-    write_json(folder / "titanlite/manifest.json", {"format": 1, "files": files})
+    write_manifest(folder)
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "."])
