@@ -43,10 +43,10 @@ def base(tmp_path_factory):
     return str(path)
 
 
-def load_text(text, *overrides):
-    """The job of x.toml: a good model section, `text`, and the overrides."""
-    Path("x.toml").write_text(text if "[model]" in text else BASE + text, encoding="utf-8")
-    return load_config(["--config", "x.toml", *overrides])
+def write(text):
+    """Write x.toml with a good model section and `text`; return the argument that names it."""
+    Path("x.toml").write_text(BASE + text, encoding="utf-8")
+    return "--config=x.toml"
 
 
 def refuse(*argv):
@@ -56,36 +56,7 @@ def refuse(*argv):
     return str(error.value)
 
 
-def refuse_text(text, *overrides):
-    """The text of the error of x.toml as in `load_text`."""
-    with pytest.raises(ConfigError) as error:
-        load_text(text, *overrides)
-    return str(error.value)
-
-
 # Files
-
-
-def test_file_sets_values_and_the_rest_is_default():
-    job = load_text(
-        "[training]\nsteps = 5\nmax_norm = 2\n[compile]\nenable = true\n[data]\npath = "
-        '"off"\n[model]\nflavor = "x"\n'
-        '[model.overrides]\nnum_layers = 4\nscore_func = "sigmoid"\n'
-    )
-    expected = JobConfig()
-    expected.job.dump_folder = "outputs/x"
-    expected.training.steps = 5
-    expected.training.seq_len = -1  # until the model is known
-    expected.training.max_norm = 2.0
-    expected.compile.enable = True
-    expected.data.path = "off"
-    expected.data.dataset = "text"
-    expected.model.flavor = "x"
-    expected.model.overrides.num_layers = 4
-    expected.model.overrides.score_func = "sigmoid"
-    assert job == expected
-    assert type(job) is JobConfig
-    assert type(job.training.max_norm) is float
 
 
 @pytest.mark.parametrize(
@@ -141,11 +112,10 @@ def test_override_is_read_by_the_declared_type(override, value):
 
 
 def test_override_wins_over_the_file_and_the_last_one_over_others():
-    text = "[training]\nsteps = 1\n[lr_scheduler]\ndecay_ratio = 0.5\n"
-    job = load_text(
-        text, "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3"
-    )
-    assert job.training.steps == 3
+    file = write("[training]\nsteps = 1\nmax_norm = 2\n[lr_scheduler]\ndecay_ratio = 0.5\n")
+    overrides = "--training.steps=2", "--lr_scheduler.decay_ratio=none", "--training.steps", "3"
+    job = load_config([file, *overrides])
+    assert job.training.steps == 3 and type(job.training.max_norm) is float
     assert job.lr_scheduler.decay_ratio is None
 
 
@@ -166,12 +136,8 @@ def test_help_prints_usage_and_leaves(capsys):
 
 
 def test_all_problems_come_in_one_error():
-    message = refuse_text(
-        "[training]\nstep = 5\nsteps = -1\nseq_len = 'long'\n[optimizer]\neps = 0\n",
-        "junk",
-        "--optimizer.lr=-1",
-        "--compile.enable=maybe",
-    )
+    file = write("[training]\nstep = 5\nsteps = -1\nseq_len = 'long'\n[optimizer]\neps = 0\n")
+    message = refuse(file, "junk", "--optimizer.lr=-1", "--compile.enable=maybe")
     problems = [
         "argument 'junk'",
         "x.toml: unknown key 'training.step'",
