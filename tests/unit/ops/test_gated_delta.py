@@ -210,8 +210,6 @@ def test_gates_and_norms_are_those_of_transformers():
 CASES = [pytest.param(torch.bfloat16, 0.05, [5, 1, 70, 9], 6e-3, marks=ON_GPU)]
 if launchers.INTERPRETED:
     CASES += [(torch.float32, 0.05, [64, 2, 9], 1e-6), (torch.float32, 25.0, [70], 3e-5)]
-else:
-    CASES += [pytest.param(torch.bfloat16, 0.05, [64, 64], 6e-3, marks=ON_GPU)]
 
 
 def draw_for_kernels(lengths, dtype, gate, **sizes):
@@ -241,8 +239,6 @@ def test_kernels_equal_the_recurrence(dtype, gate, lengths, bound):
 INPUT_CASES = [pytest.param(torch.bfloat16, [30, 1, 2, 9], 3e-3, marks=ON_GPU)]
 if launchers.INTERPRETED:
     INPUT_CASES += [(torch.float32, None, 1e-6)]
-else:
-    INPUT_CASES += [pytest.param(torch.bfloat16, None, 3e-3, marks=ON_GPU)]
 
 
 @NEEDS_KERNELS
