@@ -84,12 +84,11 @@ def test_dpo_turns_off_dropout_wherever_it_is():
     assert found == (0.0, 0.0, 0.0, 7.0)
 
 
-def loader_of(num_sequences, size=8):
-    dataset = SimpleNamespace(num_train_sequences=num_sequences, fingerprint="")
-    loader = TrainLoader(
-        dataset, seed=1, global_batch_size=size, local_batch_size=1, dp_rank=0, dp_degree=1
+def make_loader():
+    dataset = SimpleNamespace(num_train_sequences=100, fingerprint="")
+    return TrainLoader(
+        dataset, seed=1, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=1
     )  # type: ignore[arg-type]
-    return loader
 
 
 def test_a_run_with_another_batch_trains_all_its_epochs():
@@ -98,9 +97,9 @@ def test_a_run_with_another_batch_trains_all_its_epochs():
     job.training.epochs = 4.0
     before = SimpleNamespace(step=50, samples=100)  # two sequences a step
     # 300 of 400 are left, 8 a step
-    assert resolve_steps(job, loader_of(100), before).training.steps == 50 + 38
+    assert resolve_steps(job, make_loader(), before).training.steps == 50 + 38
     job.data.skip_to_sample = 200
-    assert resolve_steps(job, loader_of(100), before).training.steps == 50
+    assert resolve_steps(job, make_loader(), before).training.steps == 50
 
 
 def test_epochs_are_steps():
@@ -109,7 +108,7 @@ def test_epochs_are_steps():
     for epochs, steps in [(0.0, 600), (1.0, 13), (3.0, 38), (0.5, 7), (0.01, 1)]:
         job.training.steps, job.training.epochs = 600, epochs
         # 100 sequences, 8 in a step
-        assert resolve_steps(job, loader_of(100)).training.steps == steps
+        assert resolve_steps(job, make_loader()).training.steps == steps
         assert job.training.steps == 600, "the caller's own is as it was"
 
 

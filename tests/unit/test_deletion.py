@@ -85,7 +85,7 @@ class Cut(ast.NodeTransformer):
     """Deletes from a module what names anything of the features that are `gone`."""
 
     def __init__(self, gone):
-        self.gone, self.names, self.bound = gone, set[str](), set[str]()
+        self.gone, self.names, self.bound = gone, set(), set()
 
     def is_hit(self, node):
         return node is not None and any(
@@ -191,10 +191,10 @@ def train_without(folder, missing):
 def test_the_rest_trains_without(tmp_path, pytestconfig):
     """Each feature by itself once a week, else three at a time: a copy takes a second."""
     size = 1 if pytestconfig.getoption("--full") else 3
-    missing = {"": set[str](), "all": set(NAMES)}
+    missing = {"": set(), "all": set(NAMES)}
     for first in range(0, len(USED), size):
         names = USED[first : first + size]
-        missing["-".join(names)] = set[str]().union(*map(with_dependents, names))
+        missing["-".join(names)] = set().union(*map(with_dependents, names))
     losses = train_without(tmp_path, missing)
     assert len(losses[""]) == 2
     # Without `diagnose` other kernels may run: float32 in another order.

@@ -196,7 +196,9 @@ def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path, on_sigterm, cod
         "SLURM_SUBMIT_DIR": str(ROOT),
         "ON_SIGTERM": on_sigterm,
         "FOLDER": str(tmp_path),
-    } | site_packages()
+        # A link to a virtual environment's python loses the environment: name its packages.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages")),
+    }
     job["SAVED"] = str(tmp_path / "run/checkpoint/step-3/titanlite")
     arguments = [
         "--config",
@@ -216,10 +218,3 @@ def test_a_slurm_job_is_put_back_if_it_saved_something(tmp_path, on_sigterm, cod
     assert wrong.returncode == 2 and "did you mean 'training.steps'" in wrong.stderr
     assert not (tmp_path / "srun.log").exists()
     assert given[-4:] == [str(ROOT / "run_train.sh"), *arguments] and "--cpus-per-task=64" in given
-
-
-def site_packages():
-    """A link to a virtual environment's python loses the environment: name its packages."""
-    return {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
-    }

@@ -32,7 +32,7 @@ def holder(tmp_path):
     with subprocess.Popen(
         command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "holds\n"
+        assert process.stdout.readline() == "holds\n"
         yield process
         process.kill()
 

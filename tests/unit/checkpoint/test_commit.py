@@ -30,11 +30,11 @@ from titanlite.materialize import Region
 RNG = "titanlite/rng.safetensors"
 
 
-def files_of(value, size=100, file_bytes=None):
-    region = Region((0,), (size,))
-    tensors = {name: torch.full((size,), value + i) for i, name in enumerate("ab")}
+def files_of(value, file_bytes=None):
+    region = Region((0,), (100,))
+    tensors = {name: torch.full((100,), value + i) for i, name in enumerate("ab")}
     items = [
-        Item(whole(name, (size,)), torch.float32, tensor, region, is_owner=True)
+        Item(whole(name, (100,)), torch.float32, tensor, region, is_owner=True)
         for name, tensor in tensors.items()
     ]
     return lay_out(items, "model", file_bytes)
@@ -53,10 +53,10 @@ def fail(error):
     return raise_error
 
 
-def complete_folder(folder, text="some bytes"):
+def complete_folder(folder):
     """Make a checkpoint with a manifest, without the code under test."""
     (folder / "titanlite").mkdir(parents=True)
-    contents = {"model.safetensors": text.encode(), "config.json": b"{}", RNG: b"x" * 50}
+    contents = {"model.safetensors": b"some bytes", "config.json": b"{}", RNG: b"x" * 50}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     write_manifest(folder)

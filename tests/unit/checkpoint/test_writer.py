@@ -44,11 +44,11 @@ def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
-def write(folder, *of_ranks, file_bytes=None, stem="model"):
+def write(folder, *of_ranks, file_bytes=None):
     """Write the items of each rank into the same files; the first rank creates them. Returns their
     names.
     """
-    layouts = [lay_out(items, stem, file_bytes) for items in of_ranks]
+    layouts = [lay_out(items, "model", file_bytes) for items in of_ranks]
     described = [[(file.name, file.header, file.nbytes) for file in files] for files in layouts]
     assert all(files == described[0] for files in described), (
         "every rank must come to the same layout"

@@ -29,11 +29,6 @@ def built(data):
     return build_tokenizer(data, build_corpus(data))
 
 
-def _get_cache_file(data):
-    (file,) = Path(data.cache_folder, "tokenizers").glob("*.json")
-    return file
-
-
 @settings(max_examples=100)
 @given(st.text())
 def test_round_trip_loses_nothing(bpe, text):
@@ -48,7 +43,7 @@ def test_training_does_not_depend_on_document_order(text_folder, bpe):
 
 
 def test_damaged_cache_is_rebuilt(data, built):
-    file = _get_cache_file(data)
+    (file,) = Path(data.cache_folder, "tokenizers").glob("*.json")
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     assert len(build_tokenizer(data, build_corpus(data))) == 300

@@ -24,11 +24,6 @@ def _build(data, tokenizer):
     return build_tokens(data, build_corpus(data), tokenizer)
 
 
-def _get_file(data):
-    (file,) = Path(data.cache_folder, "tokens").glob("*.bin")
-    return file
-
-
 def test_every_document_is_followed_by_end_of_text(data, tokenizer):
     expected = []
     for _, text in build_corpus(data):
@@ -145,7 +140,7 @@ def _change_header(file):
 )
 def test_damaged_cache_is_rebuilt(data, tokenizer, damage):
     expected = _build(data, tokenizer).tokens.tolist()
-    file = _get_file(data)
+    (file,) = Path(data.cache_folder, "tokens").glob("*.bin")
     content, header = file.read_bytes(), file.with_suffix(".json").read_bytes()
     damage(file)
     assert _build(data, tokenizer).tokens.tolist() == expected

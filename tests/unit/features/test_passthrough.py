@@ -153,7 +153,7 @@ def test_they_are_never_in_memory(saved, tmp_path, monkeypatch):
     large = torch.arange(12 << 20, dtype=torch.int64).view(3, 4, -1)
     with_more(saved, tmp_path / "base", {"mtp.large": large})
     plan, carried = carried_in(tmp_path / "base")
-    sizes = list[int]()
+    sizes = []
     read = reader.read_bytes
 
     def counting(files, file, view, offset):

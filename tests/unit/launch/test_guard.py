@@ -66,7 +66,7 @@ def start(tmp_path):
             [sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE
         )
         started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        assert process.stdout.readline() == b"ready\n"
         return process.pid
 
     yield run
@@ -75,9 +75,9 @@ def start(tmp_path):
         process.communicate()
 
 
-def watch(guard, pids, timeout_s=20):
+def watch(guard, pids):
     guard.began()
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + 20
     while guard.failure is None:
         assert time.monotonic() < end
         guard.watch(pids)

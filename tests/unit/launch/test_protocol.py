@@ -59,19 +59,15 @@ def launcher():
         process.communicate()
 
 
-def wait_until_gone(pid, timeout_s):
-    end = time.monotonic() + timeout_s
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < end, f"process {pid} is left"
-        time.sleep(0.02)
-
-
 def test_a_killed_launcher_takes_its_rank_along(launcher):
     process = launcher()
     pids = {int(process.stdout.readline()) for _ in range(2)}
     assert len(pids) == 1
     os.kill(process.pid, signal.SIGKILL)  # not waited for: it stays a zombie
-    wait_until_gone(pids.pop(), timeout_s=2)
+    end, rank = time.monotonic() + 2, Path(f"/proc/{pids.pop()}")
+    while rank.exists():
+        assert time.monotonic() < end, f"{rank} is left"
+        time.sleep(0.02)
 
 
 def test_a_rank_of_a_launcher_that_has_removed_its_folder_ends_and_other_processes_go_on(tmp_path):

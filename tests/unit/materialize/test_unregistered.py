@@ -94,7 +94,7 @@ def test_a_tensor_inside_another_object_is_refused_with_the_attribute_that_leads
 
 def test_a_tensor_of_the_class_or_on_a_parameter_is_refused():
     class Cached(Model):
-        cache: dict[int, torch.Tensor] = {}  # noqa: RUF012 - the fault that is looked for
+        cache = {}  # noqa: RUF012 - the fault that is looked for
 
     with torch.device("meta"):
         model = Cached(lambda _: 0)
@@ -178,8 +178,6 @@ def test_tensors_that_share_memory_are_refused(register, text):
 
 def test_parts_without_common_elements_are_independent():
     class Halves(nn.Module):
-        positions: torch.Tensor
-
         def __init__(self):
             super().__init__()
             first, second = torch.empty(2, 3).unbind()

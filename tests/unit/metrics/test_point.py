@@ -51,11 +51,11 @@ def test_the_peak_of_the_memory_is_no_less_than_what_is_in_use():
 # ---- results
 
 
-def make(saved=None, *, patience=0, min_delta=0.0, save_best="none"):
+def make(*, patience=0, min_delta=0.0, save_best="none"):
     validation = ValidationSection(
         enable=True, early_stopping_patience=patience, early_stopping_min_delta=min_delta
     )
-    return Results(validation, save_best, saved)
+    return Results(validation, save_best)
 
 
 def test_lower_losses_and_higher_scores_are_better():

@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from titanlite.config import ModelConfig
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
 
 
 def test_first_values_are_those_of_transformers(tiny):
-    config: ModelConfig = tiny.config("qwen3_next", linear_num_value_heads=256)
+    config = tiny.config("qwen3_next", linear_num_value_heads=256)
     model = build_decoder(config, torch.bfloat16)
     materialize(model, "cpu", seed=1)
     layer = model.get_submodule("model.layers.0.linear_attn")

@@ -14,7 +14,7 @@ from tiny_transformers import TEXT_SIZES
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.description import describe_model
 from titanlite.checkpoint.folder import read_json
-from titanlite.config.model import ModelSection, TransformersConfig
+from titanlite.config.model import ModelSection
 from titanlite.features.transformers.build import build_transformers
 from titanlite.models.families import resolve_model_config
 from titanlite.models.families.config_json import load_config_and_class, transformers_config
@@ -30,9 +30,7 @@ _MAMBA2 = {
 
 def resolve(folder, content):
     (folder / "config.json").write_text(content)
-    config = resolve_model_config(ModelSection(hf_assets_path=str(folder)))
-    assert isinstance(config, TransformersConfig)
-    return config
+    return resolve_model_config(ModelSection(hf_assets_path=str(folder)))
 
 
 def test_attributes_that_each_layer_has_for_itself():

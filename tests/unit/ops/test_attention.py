@@ -122,5 +122,5 @@ def test_on_cuda_all_layers_share_one_mask_in_the_dtype_of_the_scores():
     expected = attention(q, k, v, build_attention_mask(document_ids), SCALE)
     with plan_for_device("cuda"):
         mask = build_attention_mask(document_ids, dtype=q.dtype)
-        assert mask.allowed_B1ST is not None and mask.allowed_B1ST.dtype == q.dtype
+        assert mask.allowed_B1ST.dtype == q.dtype
         torch.testing.assert_close(attention(q, k, v, mask, SCALE), expected, rtol=0, atol=1e-12)

@@ -45,14 +45,10 @@ def poisoned_memory(monkeypatch):
     def poison(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            torch.Tensor,
-            "new_empty",
-            lambda self, *args, **kw: poison(new_empty(self, *args, **kw)),
-        )
-        patch.setattr(torch, "empty", lambda *args, **kw: poison(empty(*args, **kw)))
-        yield
+    monkeypatch.setattr(
+        torch.Tensor, "new_empty", lambda self, *args, **kw: poison(new_empty(self, *args, **kw))
+    )
+    monkeypatch.setattr(torch, "empty", lambda *args, **kw: poison(empty(*args, **kw)))
 
 
 def error(actual, expected):

@@ -64,7 +64,7 @@ def test_the_router_follows_float64():
     y.backward(dy)
     expected.backward(dy.double())
     for actual, wanted in ((x.grad, wide_x.grad), (weight.grad, wide_weight.grad)):
-        assert actual is not None and wanted is not None and actual.dtype == BF16
+        assert actual.dtype == BF16
         # Nearly all numbers are the nearest ones; if dy were rounded to bfloat16, one in four would
         # differ.
         assert (actual == wanted.to(BF16)).double().mean() > 0.98
@@ -74,7 +74,7 @@ def test_the_router_multiplies_two_bytes_on_cuda_and_keeps_them():
     with FakeTensorMode(), plan_for_device("cuda"):
         x, weight = (torch.zeros(2, 40, 64, dtype=BF16), torch.zeros(16, 64, dtype=BF16))
         y = wide_linear(x.requires_grad_(), weight.requires_grad_())
-        kept = [tensor.dtype for tensor in y.grad_fn.saved_tensors]  # pyright: ignore[reportOptionalMemberAccess]
+        kept = [tensor.dtype for tensor in y.grad_fn.saved_tensors]
         with Calls() as calls:
             y.backward(torch.zeros_like(y))
     assert y.dtype == torch.float32 and y.shape == (2, 40, 16) and kept == [BF16, BF16]
@@ -89,7 +89,7 @@ def test_the_head_adds_its_weight_gradient_inside_the_product():
         hidden, weight = torch.zeros(8192, 16, dtype=BF16), torch.zeros(96, 16, dtype=BF16)
         labels = torch.zeros(8192, dtype=torch.int64)
         linear_cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels).backward()
-        assert weight.grad is not None and weight.grad.dtype == BF16
+        assert weight.grad.dtype == BF16
     assert calls.found["addmm.dtype_out"] == 2 and not calls.found["add_.Tensor"]
 
 
@@ -106,7 +106,7 @@ def test_rows_are_summed_by_titanlites_kernel_on_cuda(top_k, summed, picked):
         token = torch.zeros(6 * top_k, dtype=torch.int64)
         out = unpermute_sum(permute_tokens(x, token, rows), token, rows)
         out.sum().backward()
-        assert x.grad is not None and out.shape == x.grad.shape == x.shape and out.dtype == BF16
+        assert out.shape == x.grad.shape == x.shape and out.dtype == BF16
     assert calls.found["gather_sum.default"] == summed
     assert calls.found["index_select.default"] == picked
     assert not any("embedding_bag" in name for name in calls.found)

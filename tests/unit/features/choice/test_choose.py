@@ -117,7 +117,7 @@ def test_the_batch_of_a_step_is_kept_and_a_larger_one_named():
     """One sequence for each rank where none is set; with more, weights are gathered less often."""
     choice = choose_for(checked(), H100, build_unsharded)
     assert choice.batch == 8 and choice.values["training.local_batch_size"] == 1
-    assert choice.larger is not None and choice.larger.batch > 8
+    assert choice.larger.batch > 8
     assert choice.larger.rate > 1.15 * choice.rate
     choice = choose_for(checked("--training.global_batch_size=512"), H100, build_unsharded)
     assert choice.larger is None
@@ -134,7 +134,7 @@ def test_a_run_that_resumes_keeps_its_choice():
     chosen = take(job, choose_for(job, H100, build_unsharded))
     progress = Progress(1, 16, "", 8, {}, identity=get_identity(chosen.job))
     kept = keep_choice(job, progress)
-    assert kept is not None and take(job, kept) == chosen
+    assert take(job, kept) == chosen
     assert keep_choice(job, replace(progress, world_size=4)) is None, "other ranks choose anew"
     other = checked("--training.global_batch_size=8")
     assert keep_choice(other, progress) is None, "two at a time on 8 ranks are no batch of 8"

@@ -59,10 +59,6 @@ def explain(job, match):
         yield raised
 
 
-def run_out(error):
-    raise error
-
-
 def test_snapshot_and_message_of_a_gpu_out_of_memory(job, cuda, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     job.profiling.enable_memory_snapshot = True
@@ -71,7 +67,7 @@ def test_snapshot_and_message_of_a_gpu_out_of_memory(job, cuda, monkeypatch):
         "CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation ..."
     )
     with pytest.raises(TrainingError) as raised, explain_out_of_memory(job):
-        run_out(error)
+        raise error
     path = Path(job.job.dump_folder) / "memory" / "rank3.pickle"
     assert [call[0] for call in cuda] == ["record", "dump"] and path.read_bytes() == b"snapshot"
     message = str(raised.value)

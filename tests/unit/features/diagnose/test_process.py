@@ -135,7 +135,7 @@ def test_an_operation_without_a_deterministic_form_is_named():
         "operation, ..."
     )
     explained = explain_refusal(error)
-    assert explained is not None and str(explained).startswith(
+    assert str(explained).startswith(
         "training.deterministic: cumsum_cuda_kernel has no deterministic form on this device. Set"
     )
     assert explain_refusal(RuntimeError("something else")) is None

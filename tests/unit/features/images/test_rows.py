@@ -135,10 +135,6 @@ def save(folder, name, **options):
     return write_one
 
 
-def pixels_of(path):
-    return np.asarray(load_image("row", path))
-
-
 def test_what_is_no_picture_is_not_given_to_programs_that_could_show_it(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program was started"))
     postscript = (
@@ -192,7 +188,7 @@ def test_color_spaces_and_animations_give_one_rgb_picture(tmp_path):
             save(tmp_path, name, save_all=True, append_images=[blue], lossless=True)(red)
         )
     for path in pictures:
-        assert np.abs(pixels_of(path).astype(int) - [255, 0, 0]).max() <= 2, path.name
+        assert np.abs(np.asarray(load_image("row", path), int) - [255, 0, 0]).max() <= 2, path.name
 
 
 def test_a_photograph_stands_upright_as_at_inference(tmp_path):

@@ -23,6 +23,7 @@ SHAPES = {
     "stacked": (2, 12, 5),
     "in_turn": (16, 5),
 }
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.9
 WIDTHS = {"stacked": (6, 6), "in_turn": (2, 3, 3)}
 
 
@@ -36,24 +37,24 @@ def orthogonalized(x):
     return x
 
 
-def expected_steps(start, grads, lr, decay, momentum):
+def expected_steps(start, grads):
     param, buffer = start.double(), torch.zeros_like(start, dtype=torch.float64)
     for grad in grads:
-        buffer = momentum * buffer + grad.double()
-        step = orthogonalized(grad.double() + momentum * buffer)
+        buffer = MOMENTUM * buffer + grad.double()
+        step = orthogonalized(grad.double() + MOMENTUM * buffer)
         step = step if step.shape == param.shape else step.T
-        param = param - lr * decay * param - lr * 0.2 * max(param.shape) ** 0.5 * step
+        param = param - LR * DECAY * param - LR * 0.2 * max(param.shape) ** 0.5 * step
     return param
 
 
-def make(lr=0.02, weight_decay=0.1, momentum=0.9):
+def make():
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     vector = nn.Parameter(torch.randn(7))
-    adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=lr))
-    groups = [{"params": list(params.values()), "lr": lr, "weight_decay": weight_decay}]
+    adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=LR))
+    groups = [{"params": list(params.values()), "lr": LR, "weight_decay": DECAY}]
     widths = {params[name]: found for name, found in WIDTHS.items()}
-    return params, vector, Muon(groups, adamw, momentum=momentum, widths=widths)
+    return params, vector, Muon(groups, adamw, momentum=MOMENTUM, widths=widths)
 
 
 def set_gradients(optimizer, seed):
@@ -92,7 +93,7 @@ def test_steps_are_those_of_a_float64_loop():
 
         history = [split(of_step[name]) for of_step in grads]
         for i, start in enumerate(split(starts[name])):
-            wanted = expected_steps(start, [of_step[i] for of_step in history], 0.02, 0.1, 0.9)
+            wanted = expected_steps(start, [of_step[i] for of_step in history])
             torch.testing.assert_close(split(param.detach())[i].double(), wanted, rtol=0, atol=1e-6)
     assert (vector.detach() != before).all(), "AdamW moves the rest"
 

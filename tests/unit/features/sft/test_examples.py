@@ -20,7 +20,6 @@ from titanlite.features.generate.evaluate import (
 )
 from titanlite.features.sft import examples as examples_module
 from titanlite.features.sft.chat import TRAINED
-from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.ops import IGNORE_INDEX
 
 
@@ -34,34 +33,29 @@ def make_rows(count=60, seed=0):
     return [{"prompt": f"{i} {text()}", "completion": text()} for i in range(count)]
 
 
-def make_chats(count=20):
+def make_chats():
     roles = ["user", "assistant"] * 2
     return [
         {"messages": [{"role": r, "content": f"{r} {i} {k}"} for k, r in enumerate(roles)]}
-        for i in range(count)
+        for i in range(20)
     ]
 
 
-def make_pairs(count=20):
+def make_pairs():
     return [
-        {"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"}
-        for i in range(count)
+        {"prompt": f"{i}:", "chosen": " good" * (i % 5 + 1), "rejected": " bad"} for i in range(20)
     ]
 
 
 def build(job):
-    dataset = build_data(job, 0, 1)[1].dataset
-    assert isinstance(dataset, ExampleDataset)
-    return dataset
+    return build_data(job, 0, 1)[1].dataset
 
 
-def documents_of(dataset, indices):
-    """(tokens, labels) of every document in these sequences, and the checks that hold for all
-    batches.
-    """
+def documents_of(dataset):
+    """(tokens, labels) of every document, and the checks that hold for all batches."""
     found = []
-    batch = dataset.batch(indices)
-    for row in range(len(indices)):
+    batch = dataset.batch(range(dataset.num_sequences))
+    for row in range(dataset.num_sequences):
         tokens, labels, positions, ids = (
             getattr(batch, name)[row].tolist()
             for name in ("tokens", "labels", "positions", "document_ids")
@@ -88,7 +82,7 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job, packing):
             following = zip(ids[1:], flags[1:], strict=True)
             labels = [token if flag & TRAINED else IGNORE_INDEX for token, flag in following]
             expected.append((ids, [*labels, IGNORE_INDEX]))
-    found = documents_of(dataset, range(dataset.num_sequences))
+    found = documents_of(dataset)
     assert sorted(found) == sorted(expected) and len(found) == 60
     if packing:
         assert dataset.num_sequences < 40 and dataset.packing_efficiency > 0.9
@@ -105,7 +99,7 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job, packing):
 def test_pairs_share_a_row_chosen_first(make_job):
     dataset = build(make_job(make_pairs(), seq_len=64))
     tokenizer = build_data(make_job(make_pairs(), seq_len=64), 0, 1)[0]
-    documents = documents_of(dataset, range(dataset.num_sequences))
+    documents = documents_of(dataset)
     assert dataset.form == "preference" and len(documents) == 40 and dataset.num_sequences < 20
     texts = [tokenizer.decode(tokens) for tokens, _ in documents]
     for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
@@ -157,7 +151,7 @@ def test_too_long(make_job):
         assert int((labels != IGNORE_INDEX).sum()) == dataset.train.num_trained
 
 
-def make_texts(count=40):
+def make_texts():
     """Documents of very different lengths, no two alike."""
     rng = random.Random(0)
     return [
@@ -165,7 +159,7 @@ def make_texts(count=40):
             "text": f"{i}:"
             + "".join(rng.choice("abcdefgh ") for _ in range(rng.choice([1, 9, 60, 300])))
         }
-        for i in range(count)
+        for i in range(40)
     ]
 
 
@@ -197,7 +191,7 @@ def test_split_documents_predict_each_of_their_tokens_once(make_job, seq_len):
         for place in source.examples.get_documents(i)
     ]
     predicted = [pair for tokens in whole for pair in pairwise(tokens)]
-    documents = documents_of(dataset, range(dataset.num_sequences))
+    documents = documents_of(dataset)
     assert all(labels == [*tokens[1:], IGNORE_INDEX] for tokens, labels in documents)
     assert sorted(pair for tokens, _ in documents for pair in pairwise(tokens)) == sorted(predicted)
     assert dataset.train.num_trained + dataset.held_out.num_trained == len(predicted)
@@ -296,7 +290,6 @@ def test_evaluation_prompts(make_job):
     """
     job = make_job(make_chats(), CHATML, seq_len=256)
     tokenizer, loader = build_data(job, 0, 1)
-    assert isinstance(loader.dataset, ExampleDataset)
     prompts = evaluation_prompts(loader.dataset, tokenizer)
     assert len(prompts) == 2
     for prompt_ids, reference, where in prompts:

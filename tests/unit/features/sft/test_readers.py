@@ -73,8 +73,8 @@ def test_lines_of_json_are_kept_as_they_are(tmp_path):
         assert [row for _, row in read_rows(file)] == rows, kind
 
 
-def _write_parquet(file, texts, group):
-    write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=group)
+def _write_parquet(file, texts):
+    write_table(pa.table({"text": pa.array(texts, pa.string())}), file, row_group_size=3)
 
 
 def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path):
@@ -84,9 +84,9 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path):
         _MARK + b'\n\n{"a": 1}\n  \n{"a": \n\n[2]\n{"a": "\xff"}\n{"a": 5}'
     )
     (folder / "b.jsonl").write_bytes(b"")
-    _write_parquet(folder / "d.parquet", [f"text {i}" for i in range(7)], 3)
+    _write_parquet(folder / "d.parquet", [f"text {i}" for i in range(7)])
     (folder / "e.csv").write_bytes(b'a,b\n1,2\n\n3\n"x\ny",4\n')
-    _write_parquet(folder / "f.parquet", [], 3)
+    _write_parquet(folder / "f.parquet", [])
     (folder / "h.json").write_text('[{"a": 1}, 2, {"a": 3}]')
     (folder / "j.jsonl").write_bytes(b'{"a": 6}\n{"a": 7}\n')
     found = _assert_starts_anywhere(open_path(folder))

@@ -8,7 +8,6 @@ import pytest
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
-from titanlite.features.streams.stream import StreamDataset
 
 
 def make_rows(count):
@@ -17,9 +16,7 @@ def make_rows(count):
 
 
 def build(job):
-    dataset = build_data(job, 0, 1)[1].dataset
-    assert isinstance(dataset, StreamDataset)
-    return dataset
+    return build_data(job, 0, 1)[1].dataset
 
 
 def take(dataset, start, stop):

@@ -122,12 +122,12 @@ def test_the_loss_knows_soft_caps(cap, plain):
 # --- choosing and refusing
 
 
-def job(tmp_path, hf, *overrides, world_size=2):
+def job(tmp_path, hf, *overrides):
     write_json(tmp_path / "config.json", hf)
     (tmp_path / "job.toml").write_text(
         f'model.hf_assets_path = "{tmp_path}"\ntraining.seq_len = 16\n'
     )
-    return check(load_config(["--config", str(tmp_path / "job.toml"), *overrides]), world_size)
+    return check(load_config(["--config", str(tmp_path / "job.toml"), *overrides]), 2)
 
 
 @pytest.mark.parametrize(
