@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.materialize import Region
 
@@ -30,3 +31,12 @@ def changed(path):
     tensors = load_file(path)
     yield tensors
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, {"format": "pt"})
+
+
+class Watch(TorchDispatchMode):
+    """Shows each operator that has run to `look(func, args, out)`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.look(func, args, out)
+        return out

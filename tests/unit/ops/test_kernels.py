@@ -11,7 +11,7 @@ import torch
 from expert_layer import NAMES, ExpertLayer, grouped_products
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from tensors import Watch
 from torch.utils._pytree import tree_leaves
 from triton_interpreter import DEVICE, NEEDS_KERNELS, ON_GPU
 
@@ -116,7 +116,6 @@ def check(
         (UNEVEN, 40, 24, 72, torch.bfloat16, True),
         (UNEVEN, 40, 24, 72, torch.float16, False),
     ],
-    ids=str,
 )
 def test_forward_and_gradients(sizes, tail, k, n, dtype, k_major, tma):
     """Whole tiles of columns, and sizes that are no multiple of a tile, with NaN behind the last
@@ -158,7 +157,6 @@ def test_strided_input_and_weight():
         (4, torch.int64, torch.float32),
         (8, torch.int32, torch.bfloat16),
     ],
-    ids=str,
 )
 def test_gather_sum(top_k, index, dtype):
     y = torch.randn(24 * top_k, 72, device=DEVICE).to(dtype)
@@ -186,7 +184,6 @@ def layer_of(sizes, top_k, dtype=torch.float32, **widths):
         (SMALL, 2, torch.float32),
         ([0, 0], 1, torch.float32),
     ],
-    ids=str,
 )
 def test_the_fused_experts_equal_a_float64_loop(sizes, top_k, dtype):
     """With several tiles of columns and of the reduction where there are few of rows."""
@@ -215,21 +212,19 @@ def test_frozen_weights_get_no_gradient_and_inference_keeps_nothing():
     assert error(dx, expected) <= 5e-6
 
 
-class Alive(TorchDispatchMode):
+class Alive(Watch):
     """Storages that operators make, with whose they are."""
 
     def __init__(self):
         super().__init__()
         self._made = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def look(self, func, args, out):
         tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, torch.Tensor)]
         self._made += [
             (func.__name__, tensor.shape, weakref.ref(tensor.untyped_storage()))
             for tensor in tensors
         ]
-        return out
 
     def of(self, name):
         """Shapes of what is left of the results of an operator; the interpreter leaves cycles."""
