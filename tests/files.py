@@ -92,13 +92,18 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
+def error_of(kind, function, *args, **options):
+    """Return the text of the error of this kind that `function` raises."""
+    with pytest.raises(kind) as caught:
+        function(*args, **options)
+    return str(caught.value)
+
+
 def assert_refused(read, path, *words):
     """Return the error with which `read` refuses `path`: it has all `words`, names the checkpoint,
     and has no control characters of a terminal.
     """
-    with pytest.raises(CheckpointError) as caught:
-        read(path)
-    text = str(caught.value)
+    text = error_of(CheckpointError, read, path)
     assert (
         text.startswith(f"checkpoint {path}: ")
         and [word for word in words if word not in text] == []

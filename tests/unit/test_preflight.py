@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from files import error_of
 from processes import run_python
 
 from tests.loading import hf_config
@@ -131,8 +132,6 @@ def test_a_flavor_must_be_the_model_whose_weights_are_loaded(
     if not different:
         assert run_check(*arguments).model_config.family == family
         return
-    with pytest.raises(ConfigError) as error:
-        run_check(*arguments)
-    text = str(error.value)
+    text = error_of(ConfigError, run_check, *arguments)
     assert "model.flavor = 'debug' is not the model" in text and different in text
     assert "Leave model.name and model.flavor out: then its config.json counts." in text

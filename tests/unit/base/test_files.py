@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from files import at_most
+from files import at_most, error_of
 
 from titanlite.base.errors import ConfigError, TitanliteError
 from titanlite.base.files import (
@@ -76,9 +76,8 @@ def test_what_is_no_regular_file_is_named_and_not_waited_for(tmp_path, impatient
         path = tmp_path / str(number) / name
         path.parent.mkdir()
         next(makers)(path)
-        with pytest.raises(TitanliteError) as caught:
-            open_it(path)
-        assert re.search(rf"{re.escape(name)}.*it is not a regular file", str(caught.value)), name
+        text = error_of(TitanliteError, open_it, path)
+        assert re.search(rf"{re.escape(name)}.*it is not a regular file", text), name
 
 
 def test_nothing_is_written_to_what_is_no_regular_file(tmp_path, impatient, one_rank):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import read_json, write_json
+from files import error_of, read_json, write_json
 from tiny_transformers import TEXT_SIZES
 
 from tests.saving import save_tokenizer
@@ -66,9 +66,7 @@ def test_what_transformers_refuses_is_named_with_the_file(tmp_path):
     hf = {**families()["llama"].to_hf(config), "model_type": "llama", "hidden_size": 90}
     write_json(tmp_path / "config.json", hf)
     config = replace(config, hidden_size=90)
-    with pytest.raises(CheckpointError) as raised:
-        describe_model(config, {}, torch.float32, tmp_path)
-    text = str(raised.value)
+    text = error_of(CheckpointError, describe_model, config, {}, torch.float32, tmp_path)
     assert "refuses the config.json to be saved: " in text and "hidden size (90)" in text
     assert f"{tmp_path}/config.json, [model]" in text and "space" not in text
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from files import write_json
+from files import error_of, write_json
 from processes import anonymous_bytes
 from quantized_folder import read_region, write_fp8
 from safetensors.torch import save_file
@@ -162,9 +162,7 @@ def test_factors_that_are_missing_or_do_not_fit_are_named(folder):
         stored[k] = stored[k].to(torch.bfloat16)
         stored[f"{up}_scale_inv"] = torch.ones(2, 2)
         stored |= {norm: torch.ones(32).to(torch.float8_e4m3fn), f"{norm}_scale_inv": torch.ones(3)}
-    with pytest.raises(PlanError) as error:
-        build_plan(build_decoder(config), [hf_checkpoint(folder, config)])
-    text = str(error.value)
+    text = error_of(PlanError, build_plan, build_decoder(config), [hf_checkpoint(folder, config)])
     for words in (
         "materialize: 4 problems:",
         f"{q}: checkpoint {folder}: {q} is torch.float8_e4m3fn without scales ({q}_scale_inv).",

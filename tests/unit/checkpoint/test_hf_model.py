@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from files import error_of
 from safetensors.torch import save_file
 
 from tests.loading import hf_checkpoint
@@ -76,9 +77,7 @@ def load(folder, config, **options):
 
 
 def refusal(folder, config):
-    with pytest.raises(PlanError) as error:
-        build_plan(build_decoder(config), [hf_checkpoint(folder, config)])
-    return str(error.value)
+    return error_of(PlanError, build_plan, build_decoder(config), [hf_checkpoint(folder, config)])
 
 
 def assert_equal(got, expected, but=()):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from files import first_bytes
+from files import error_of, first_bytes
 from safetensors.torch import save_file
 from tensors import bits, everything, random_tensor
 
@@ -179,9 +179,7 @@ def test_a_file_that_changed_after_its_header_was_read_is_named(tmp_path):
             )
             for name in names
         ]
-        with pytest.raises(CheckpointError) as error:
-            reader.read(requests)
-        return str(error.value), requests
+        return error_of(CheckpointError, reader.read, requests), requests
 
     size = paths[1].stat().st_size
     for change in (-1, 1):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from files import error_of
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from processes import run_python
@@ -51,9 +52,7 @@ def write(text):
 
 def refuse(*argv):
     """The text of the error that `argv` gives."""
-    with pytest.raises(ConfigError) as error:
-        load_config(argv)
-    return str(error.value)
+    return error_of(ConfigError, load_config, argv)
 
 
 # Files

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from files import read_json, read_table, write_json
+from files import error_of, read_json, read_table, write_json
 from safetensors.torch import load_file, save_file
 
 from tests.saving import model_files, save_hf_model
@@ -90,15 +90,12 @@ def test_which_tensors_may_be_carried(key, is_one):
 
 def test_what_neither_is_computed_nor_passes_through_is_refused(saved, tmp_path):
     with_more(saved, tmp_path / "base", EH_PROJ | {"model.layers.0.mlp.up.weight": torch.ones(2)})
-    with pytest.raises(PlanError) as error:
-        carried_in(tmp_path / "base")
+    said = error_of(PlanError, carried_in, tmp_path / "base")
     text = (
         "unexpected, checkpoint {} has it and the model does not. Correct its name, or remove it "
         "there."
     )
-    assert str(error.value).endswith(
-        f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}"
-    )
+    assert said.endswith(f"model.layers.0.mlp.up.weight: {text.format(tmp_path / 'base')}")
 
 
 def test_of_a_tied_model_the_copy_of_the_head_follows_the_embedding(tmp_path, one_rank):

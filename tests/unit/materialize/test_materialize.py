@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from files import error_of
 from plain_sources import Checkpoint, StateDictReader
 from tensors import bits
 from torch import nn
@@ -109,13 +110,13 @@ class Forgetful(Recipe):
 def test_tensors_that_are_not_filled_are_named():
     model = nn.Sequential(meta_linear())
     model.register_buffer("steps", torch.empty(2, dtype=torch.int64, device="meta"))
-    with pytest.raises(VerifyError) as error:
-        materialize(
-            model,
-            "cpu",
-            [{"0.weight": Init(Forgetful()), "0.bias": ZEROS, "steps": Init(Forgetful())}],
-        )
-    text = str(error.value)
+    text = error_of(
+        VerifyError,
+        materialize,
+        model,
+        "cpu",
+        [{"0.weight": Init(Forgetful()), "0.bias": ZEROS, "steps": Init(Forgetful())}],
+    )
     assert "0.weight: not filled, or NaN, in 12 of 12 elements." in text and "0.bias" not in text
     assert f"steps: not filled (all its elements are {torch.iinfo(torch.int64).min})." in text
 
@@ -216,7 +217,7 @@ COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX])
 def test_parameters_and_buffers_of_all_dtypes(dtype):
     for shape in [(3,), (), (2, 0)]:
         value = torch.tensor([1.0, 0.5, 2.0])[: math.prod(shape)].view(shape).to(dtype)
@@ -232,7 +233,7 @@ def test_parameters_and_buffers_of_all_dtypes(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX])
 def test_nan_and_infinity_of_all_dtypes_are_found(dtype):
     weight = torch.ones(4, 3).to(dtype)
     values = [
@@ -250,17 +251,13 @@ def test_nan_and_infinity_of_all_dtypes_are_found(dtype):
     else:
         values[1][0][1, 1] = float("inf")
     for value, text in values:
-        with pytest.raises(VerifyError) as error:
-            compute(nn.Module(), value)
-        assert str(error.value) == f"materialize: p: {text}"
+        assert error_of(VerifyError, compute, nn.Module(), value) == f"materialize: p: {text}"
 
 
 def test_a_layout_that_cannot_be_filled_is_refused():
     model = nn.Module()
     model.register_buffer("table", torch.eye(3).to_sparse().to("meta"))
-    with pytest.raises(PlanError) as error:
-        materialize(model, "cpu", [{"table": ZEROS}])
-    assert str(error.value).startswith(
+    assert error_of(PlanError, materialize, model, "cpu", [{"table": ZEROS}]).startswith(
         "materialize: table: a buffer with layout torch.sparse_coo on the meta device cannot be"
     )
 

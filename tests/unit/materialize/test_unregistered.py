@@ -6,6 +6,7 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+from files import error_of
 from torch import nn
 
 from titanlite.base.errors import PlanError
@@ -40,10 +41,9 @@ def build(held):
 
 
 def refuse(model):
-    with pytest.raises(PlanError) as error:
-        materialize(model, "cpu", [])
+    text = error_of(PlanError, materialize, model, "cpu", [])
     assert all(param.is_meta for param in model.parameters())
-    return str(error.value)
+    return text
 
 
 def mask():
@@ -171,9 +171,9 @@ def _two_parameters(module):
 def test_tensors_that_share_memory_are_refused(register, text):
     with torch.device("meta"):
         model = Viewed(register)
-    with pytest.raises(PlanError) as error:
-        build_plan(model, [{"*": Init(Zeros())}])
-    assert str(error.value).startswith(f"materialize: {text}")
+    assert error_of(PlanError, build_plan, model, [{"*": Init(Zeros())}]).startswith(
+        f"materialize: {text}"
+    )
 
 
 def test_parts_without_common_elements_are_independent():

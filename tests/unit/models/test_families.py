@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import read_json, write_json
+from files import error_of, read_json, write_json
 from transformers import AutoConfig
 
 from tests.loading import hf_config
@@ -187,9 +187,11 @@ def test_unusable_values_are_refused_by_name():
 
 
 def test_everything_that_the_decoder_lacks_is_said_at_once():
-    with pytest.raises(NotNativeError) as error:
-        from_hf({**QWEN3, "hidden_act": "gelu", "use_sliding_window": True, "is_causal": False})
-    text = str(error.value)
+    text = error_of(
+        NotNativeError,
+        from_hf,
+        {**QWEN3, "hidden_act": "gelu", "use_sliding_window": True, "is_causal": False},
+    )
     assert text.startswith("config.json: 3 problems:")
     assert "hidden_act = 'gelu' is not supported by the native decoder, only 'silu' is." in text
     assert "use_sliding_window = True is not supported" in text and "is_causal = False" in text

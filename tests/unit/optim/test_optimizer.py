@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from files import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -194,9 +195,12 @@ def test_tied_parameter_is_frozen_under_each_name(pattern):
 
 
 def test_bad_patterns_are_one_error():
-    with pytest.raises(ConfigError) as error:
-        freeze_parameters(build_debug(), OptimizerSection(freeze="embed_tokens, *.gate.weigth"))
-    text = str(error.value)
+    text = error_of(
+        ConfigError,
+        freeze_parameters,
+        build_debug(),
+        OptimizerSection(freeze="embed_tokens, *.gate.weigth"),
+    )
     assert text.startswith("optimizer.freeze: 2 problems:")
     assert (
         "'embed_tokens' matches no parameter" in text
@@ -224,9 +228,9 @@ def test_learning_rates_by_pattern():
 def test_bad_multipliers_are_one_error():
     model = build_debug()
     freeze_parameters(model, OptimizerSection(freeze="lm_head*"))
-    with pytest.raises(ConfigError) as error:
-        lr_multipliers(model, OptimizerSection(lr_multipliers="head*=2, lm_head*=3"))
-    text = str(error.value)
+    text = error_of(
+        ConfigError, lr_multipliers, model, OptimizerSection(lr_multipliers="head*=2, lm_head*=3")
+    )
     assert (
         "'head*' matches no parameter" in text
         and "'lm_head*' matches frozen parameters only" in text
@@ -244,9 +248,9 @@ def test_bad_multipliers_are_one_error():
     ],
 )
 def test_multipliers_that_are_none(text, words):
-    with pytest.raises(ConfigError) as error:
-        lr_multipliers(build_debug(), OptimizerSection(lr_multipliers=text))
-    assert words in str(error.value)
+    assert words in error_of(
+        ConfigError, lr_multipliers, build_debug(), OptimizerSection(lr_multipliers=text)
+    )
 
 
 # ---- which steps are applied, decided without a look from the host

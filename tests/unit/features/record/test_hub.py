@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+from files import error_of
 
 from titanlite.base.errors import CheckpointError
 from titanlite.features.record.publish import push_to_hub
@@ -47,8 +48,6 @@ def test_the_model_goes_without_the_training_state(api, step):
 
 def test_a_failure_says_where_the_model_is_and_how_to_go_on(api, step):
     api.upload_folder.side_effect = RuntimeError("403 Forbidden: no access\nRequest ID: 12")
-    with pytest.raises(CheckpointError) as raised:
-        push_to_hub(step, "me/model")
-    message = str(raised.value)
+    message = error_of(CheckpointError, push_to_hub, step, "me/model")
     assert "403 Forbidden" in message and f"safe in {step}" in message
     assert "hf upload me/model" in message and "\n" not in message
