@@ -75,6 +75,16 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in kept]
 
 
+def pytest_make_parametrize_id(val):
+    """Name a case by its value, a table by what it says or by its row; workers must agree."""
+    if callable(val) or isinstance(val, str | set):
+        return None  # pytest's own name
+    if isinstance(val, dict):
+        val = val.get("says") or val.get("row") or val
+    text = ascii(str(getattr(val, "name", val))[:60])[1:-1]
+    return None if " at 0x" in text else text
+
+
 def pytest_configure():
     # torch stores its tensor constructors at the first request; if torch.compile makes that
     # request, the list is wrong.

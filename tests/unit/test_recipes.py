@@ -52,7 +52,7 @@ def hub_without_a_network(monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "local_folder", local_folder)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RECIPES)
 def test_recipe_is_planned_for_its_world_size(path, monkeypatch):
     text = path.read_text(encoding="utf-8")
     stated = re.search(r"^# world size: (\d+)$", text, re.MULTILINE)

@@ -65,7 +65,7 @@ def check(tokenizer, messages, *answers, end, **more):
     return documents
 
 
-@pytest.mark.parametrize("case", CASES["followed"], ids=lambda case: case["template"][-40:])
+@pytest.mark.parametrize("case", CASES["followed"])
 def test_answers_follow_their_prompts(make_tokenizer, case):
     tokenizer = make_tokenizer(case["template"])
     documents = check(tokenizer, messages_of(case), *case["answers"], end=case["end"])
@@ -108,7 +108,7 @@ def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer, valu
         assert f"<think>f {shown}</think>" in tokenizer.decode(documents[0].ids)
 
 
-@pytest.mark.parametrize("case", CASES["dropped"], ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", CASES["dropped"])
 def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
     template = case["template"]
     names = ("first", "second")
@@ -126,7 +126,7 @@ def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
     assert not isinstance(found, RowError) and sum(encoder.renderer.counts.values()) > 0
 
 
-@pytest.mark.parametrize("case", CASES["whole"], ids=lambda case: case["stops"])
+@pytest.mark.parametrize("case", CASES["whole"])
 def test_an_answer_is_whole_and_ends(make_tokenizer, case):
     """This includes a call without arguments; an equal second row has equal tokens."""
     tokenizer = make_tokenizer(case["template"])

@@ -77,7 +77,7 @@ def test_digest_covers_names_and_bytes_and_their_borders(tmp_path):
     assert build_text_corpus(tmp_path, "*/a").digest == build_text_corpus(tmp_path, "*/a").digest
 
 
-@pytest.mark.parametrize("case", read_table("rows")["splits"], ids=str)
+@pytest.mark.parametrize("case", read_table("rows")["splits"])
 def test_files_of_a_split(tmp_path, case):
     files = [tmp_path / name for name in case["names"]]
     found = choose_split(files, tmp_path, case["split"])

@@ -75,7 +75,7 @@ def test_text_that_spells_a_special_token_is_text(data, tokenizer, tmp_path):
     assert tokenizer.encode(text).count(tokenizer.eos_token_id) == 1
 
 
-@pytest.mark.parametrize("case", read_table("rows")["separated"], ids=lambda case: case["text"])
+@pytest.mark.parametrize("case", read_table("rows")["separated"])
 def test_separators_in_a_file(data, tokenizer, tmp_path, case):
     data.path, data.document_separator = str(tmp_path / "a.txt"), case["separator"]
     Path(data.path).write_bytes(case["text"].encode())
@@ -135,9 +135,7 @@ def _change_header(file):
     write_json(file.with_suffix(".json"), header | {"num_tokens": header["num_tokens"] + 1})
 
 
-@pytest.mark.parametrize(
-    "damage", [_zero_end_with_ones, _change_header], ids=lambda damage: damage.__name__
-)
+@pytest.mark.parametrize("damage", [_zero_end_with_ones, _change_header])
 def test_damaged_cache_is_rebuilt(data, tokenizer, damage):
     expected = _build(data, tokenizer).tokens.tolist()
     (file,) = Path(data.cache_folder, "tokens").glob("*.bin")

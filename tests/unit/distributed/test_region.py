@@ -31,7 +31,7 @@ def coverage(make):
 
 
 @pytest.mark.parametrize(
-    "placements", [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)], ids=str
+    "placements", [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)]
 )
 def test_shards_tile_the_tensor(placements):
     def make():

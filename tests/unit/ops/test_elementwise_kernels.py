@@ -46,10 +46,8 @@ def check(function, inputs, dtype, *, ends=None):
         assert error < BOUNDS[dtype], (place, error)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("ends", "rows", "offset"), [((0, 1), (2, 7), 0.0), ((1,), (1, 3), 1.0)], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ends", "rows", "offset"), [((0, 1), (2, 7), 0.0), ((1,), (1, 3), 1.0)])
 def test_residual_and_norm(dtype, ends, rows, offset):
     torch.manual_seed(0)
     x, update, weight = draw(*rows, 100), draw(*rows, 100), draw(100)
@@ -71,7 +69,6 @@ def test_a_sum_alone_has_gradients():
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     [(torch.float32, (2, 9, 2, 3, 12)), (torch.bfloat16, (1, 1, 1, 1, 64))],
-    ids=str,
 )
 def test_norm_and_gate(dtype, shape):
     torch.manual_seed(0)
@@ -112,7 +109,7 @@ def test_norm_and_rotation(heads, kv_heads, width, rotated, offset, dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [(torch.float32, (2, 3, 150)), (torch.bfloat16, (1, 64))], ids=str
+    ("dtype", "shape"), [(torch.float32, (2, 3, 150)), (torch.bfloat16, (1, 64))]
 )
 def test_gate_and_up_apart(dtype, shape):
     torch.manual_seed(0)

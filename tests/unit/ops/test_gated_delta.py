@@ -289,7 +289,7 @@ def fla(monkeypatch):
 
 
 @pytest.mark.usefixtures("fla")
-@pytest.mark.parametrize("lengths", [[9, 1, 20], [7, 7, 7]], ids=str)
+@pytest.mark.parametrize("lengths", [[9, 1, 20], [7, 7, 7]])
 def test_fla_gets_packed_documents_one_by_one(lengths):
     inputs, documents = draw(lengths, 0.05)
     found = run(gated_delta_rule, inputs, documents, backend="fla")

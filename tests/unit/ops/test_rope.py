@@ -13,7 +13,7 @@ from titanlite.config.model import ROPE_FIELDS
 from titanlite.ops import inverse_frequencies, rope_cos_sin
 
 
-@pytest.mark.parametrize("given", read_table("rope_scalings")["scalings"], ids=str)
+@pytest.mark.parametrize("given", read_table("rope_scalings")["scalings"])
 def test_scaled_frequencies_equal_transformers(given):
     scaling = RopeScaling(**given)
     for theta, head_dim in [(10000.0, 128), (1000000.0, 16)]:

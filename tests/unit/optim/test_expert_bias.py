@@ -68,7 +68,7 @@ def test_from_random_weights_every_moe_is_balanced(family):
     )
 
 
-@pytest.mark.parametrize("case", read_table("balancing")["cases"], ids=str)
+@pytest.mark.parametrize("case", read_table("balancing")["cases"])
 def test_what_is_set_and_what_a_run_had_wins(case):
     defaults = {"rate": BIAS_UPDATE_RATE, "coeff": AUX_LOSS_COEFF, "none": None}
     expected = [defaults.get(value, value) for value in case["expected"]]

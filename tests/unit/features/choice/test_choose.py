@@ -36,7 +36,6 @@ def checked(*overrides, ranks=8):
         ([*LONG, "--training.global_batch_size=32"], 8, H200, "none"),
         ([*LONG, "--training.global_batch_size=32"], 8, H100, "keep_attention"),
     ],
-    ids=["16 sequences", "141 GB", "80 GB"],
 )
 def test_the_choice(overrides, ranks, hardware, expected):
     job = checked(*overrides, ranks=ranks)

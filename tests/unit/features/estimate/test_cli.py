@@ -169,7 +169,7 @@ def cache(tmp_path, monkeypatch):
 PLANS = read_table("plans")
 
 
-@pytest.mark.parametrize("case", PLANS["refused"], ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", PLANS["refused"])
 def test_refusals(case, capsys):
     base = TINY if case.get("tiny", True) else ()
     assert main(["plan", *base, *case["given"]]) == 2

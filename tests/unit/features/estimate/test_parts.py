@@ -117,7 +117,6 @@ def test_steps_of_every_family_are_traced_on_the_branches_of_cuda(family):
         (4, ("fsdp_once_per_step=true", "expert_parallel_degree=4")),
         (4, ("pipeline_parallel_degree=2", "expert_parallel_degree=2")),
     ],
-    ids=lambda value: value if isinstance(value, int) else "-".join(value),
 )
 def test_steps_of_every_mesh_wait_for_the_split_sizes_alone(world_size, options):
     found = trace(world_size, experts_over(1), *(PARALLELISM + option for option in options))

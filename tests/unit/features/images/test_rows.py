@@ -109,7 +109,7 @@ def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
     assert shown == ["red", end, "w1", "w2", end]
 
 
-@pytest.mark.parametrize("case", read_table("rows")["bad_images"], ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", read_table("rows")["bad_images"])
 def test_a_bad_row_is_named(processor, tmp_path, case):
     path = write(tmp_path, chat("red.png"), case["row"].encode())
     with pytest.raises(DataError, match=rf"chats\.jsonl, row 2: {case['says']}"):

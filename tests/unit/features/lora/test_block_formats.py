@@ -61,7 +61,7 @@ def e2m1_value(code):
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_decoding_is_a_plain_loop(layout):
     for width in WIDTHS:
         records = encode_blocks(weights(3, width), layout)
@@ -82,7 +82,7 @@ def test_decoding_is_a_plain_loop(layout):
             assert torch.equal(decode_blocks(records, layout, width, dtype), decoded.to(dtype))
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_every_value_gets_the_nearest_code(layout):
     values = weights(64, layout.block, seed=1)
     records = encode_blocks(values, layout)
@@ -104,7 +104,7 @@ def test_every_value_gets_the_nearest_code(layout):
     assert ((values - decoded).norm() / values.norm()).item() == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_zeros_and_extreme_blocks(layout):
     for scale in [0.0, 1e-44, 1e-38, 3e38]:
         values = weights(2, 2 * layout.block, std=0.2).clamp(-1, 1)
@@ -119,7 +119,7 @@ def test_zeros_and_extreme_blocks(layout):
             assert (decoded - values).double().norm() < bound * values.double().norm()
 
 
-@pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_what_is_not_finite_stays_so_and_is_counted(layout):
     for bad in [math.nan, math.inf, -math.inf]:
         values = weights(4, 3 * layout.block)

@@ -49,9 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "targets", "rslora"), CASES, ids=[f"{n}-{t or 'all'}" for n, t, _ in CASES]
-)
+@pytest.mark.parametrize(("name", "targets", "rslora"), CASES)
 # peft asks for it
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_peft_computes_the_same_from_what_was_saved(tmp_path, one_rank, name, targets, rslora):

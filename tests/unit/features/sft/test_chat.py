@@ -63,7 +63,7 @@ def answer(text, **more):
 ASK, ANSWER_1, ASK_AGAIN, ANSWER_2 = say("one", "two", "three", "four")["messages"]
 
 
-@pytest.mark.parametrize("case", read_table("rows")["chats"], ids=lambda case: case["row"][:40])
+@pytest.mark.parametrize("case", read_table("rows")["chats"])
 def test_rows_are_documents_with_trained_parts(make_tokenizer, case):
     name = case.get("template")
     eos = "</s>" if name == "MISTRAL" else "<|endoftext|>"

@@ -39,7 +39,7 @@ def test_a_column_that_is_named_goes_before_what_else_a_row_has(make_job):
         build_data(job, 0, 1)
 
 
-@pytest.mark.parametrize("case", ROWS["renamed"], ids=lambda case: case["row"][:40])
+@pytest.mark.parametrize("case", ROWS["renamed"])
 def test_columns_have_the_names_that_they_are_given(make_job, case):
     row, meant = json.loads(case["row"]), json.loads(case["meant"])
     shared = {"seq_len": 48, "streaming": "fields" in case}
@@ -63,7 +63,7 @@ def test_the_example_rows_of_the_documents_are_read():
 # --- questions and answers
 
 
-@pytest.mark.parametrize("case", ROWS["questions"], ids=lambda case: case["row"][:40])
+@pytest.mark.parametrize("case", ROWS["questions"])
 def test_a_question_and_its_answer_are_a_chat(case):
     row, question = json.loads(case["row"]), {"role": "user", "content": case["asked"]}
     assert detect_form(row) == "messages"
@@ -90,7 +90,7 @@ def parse(row):
     return parse_row(row, detect_form(row))
 
 
-@pytest.mark.parametrize("case", ROWS["refused"], ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", ROWS["refused"])
 def test_what_changes_what_is_learned_is_refused_by_name(case):
     with pytest.raises(RowError, match=case["says"]):
         parse(json.loads(case["row"]))

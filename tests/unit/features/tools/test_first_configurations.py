@@ -124,7 +124,7 @@ def test_it_is_what_was_meant(run, name):
 
 
 @pytest.mark.usefixtures("run")
-@pytest.mark.parametrize("case", TABLE["batches"], ids=str)
+@pytest.mark.parametrize("case", TABLE["batches"])
 def test_the_batch_that_a_run_takes(case, tmp_path):
     kind, batch = case["kind"], case["batch"]
     Path("many.jsonl").write_text(

@@ -147,7 +147,7 @@ def test_auto_takes_the_native_decoder_where_it_can(
     assert isinstance(config, TransformersConfig) is not native
 
 
-@pytest.mark.parametrize("case", read_table("transformers_refusals")["refused"], ids=str)
+@pytest.mark.parametrize("case", read_table("transformers_refusals")["refused"])
 def test_what_cannot_be_done_is_said(tmp_path, case):
     hf = ALL_MODELS[case["model"]]().to_dict() | case.get("changes", {})
     with pytest.raises(ConfigError, match=case["says"]):
