@@ -23,7 +23,6 @@ def mixture(request, tmp_path):
     layers 1 to 3.
     """
     name, implementation = request.param
-    torch.manual_seed(0)
     config = TEXT_MODELS[name](num_hidden_layers=4, n_routed_experts=8)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

@@ -74,7 +74,6 @@ def test_what_no_other_rank_shares_is_outside_of_fsdp(changes, has_units, has_co
 
 def test_copies_of_weights_add_gradients_in_float32():
     """As FSDP over one rank would: products see bfloat16, sums of micro-batches are float32."""
-    torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(3, 5, 4))
     frozen = torch.nn.Parameter(torch.randn(2, 3), requires_grad=False)
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)

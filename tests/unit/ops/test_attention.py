@@ -20,9 +20,8 @@ SCALE = 0.3  # not that of the width, which torch takes on its own
 
 
 def make_qkv(batch, seq_len, heads=4, kv_heads=2, value_width=16):
-    generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn(batch, seq_len, count, width, generator=generator, dtype=torch.float64)
+        torch.randn(batch, seq_len, count, width, dtype=torch.float64)
         for count, width in ((heads, 16), (kv_heads, 16), (kv_heads, value_width))
     )
 

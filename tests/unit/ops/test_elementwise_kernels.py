@@ -49,7 +49,6 @@ def check(function, inputs, dtype, *, ends=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("ends", "rows", "offset"), [((0, 1), (2, 7), 0.0), ((1,), (1, 3), 1.0)])
 def test_residual_and_norm(dtype, ends, rows, offset):
-    torch.manual_seed(0)
     x, update, weight = draw(*rows, 100), draw(*rows, 100), draw(100)
 
     def add(x, update, weight):
@@ -71,7 +70,6 @@ def test_a_sum_alone_has_gradients():
     [(torch.float32, (2, 9, 2, 3, 12)), (torch.bfloat16, (1, 1, 1, 1, 64))],
 )
 def test_norm_and_gate(dtype, shape):
-    torch.manual_seed(0)
     *outer, repeats, width = shape
     x, projected, weight = draw(*shape), draw(*outer, 5 + repeats * width), draw(width)
 
@@ -92,7 +90,6 @@ def test_norm_and_gate(dtype, shape):
     ],
 )
 def test_norm_and_rotation(heads, kv_heads, width, rotated, offset, dtype):
-    torch.manual_seed(0)
     batch, size = 2, 5
     q, k = draw(batch, size, heads, 2 * width), draw(batch, size, kv_heads, width)
     positions = torch.randint(1000, (batch, size), device=DEVICE)
@@ -112,12 +109,10 @@ def test_norm_and_rotation(heads, kv_heads, width, rotated, offset, dtype):
     ("dtype", "shape"), [(torch.float32, (2, 3, 150)), (torch.bfloat16, (1, 64))]
 )
 def test_gate_and_up_apart(dtype, shape):
-    torch.manual_seed(0)
     check(elementwise.swiglu_apart, (draw(*shape), draw(*shape)), dtype)
 
 
 def test_operators_without_data_have_the_shapes_of_those_with():
-    torch.manual_seed(0)
     x, y, weight = draw(2, 3, 2, 8).float(), draw(2, 3, 2, 8).float(), draw(8).float()
     angles, z = draw(2, 3, 1, 8).float(), draw(2, 3, 2, 2, 8).float()
     ops, tests = torch.ops.titanlite, ("test_schema", "test_faketensor")

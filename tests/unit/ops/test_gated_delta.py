@@ -57,7 +57,6 @@ def documents_of(lengths):
 
 def draw(lengths, gate, dtype=torch.float64, batch=2, heads=H, value_heads=G, widths=(K, V)):
     """Inputs, and their documents."""
-    torch.manual_seed(0)
     width, value_width = widths
     rows = (batch, sum(lengths))
     q, k = (l2_norm(torch.randn(*rows, heads, width, dtype=torch.float64)) for _ in range(2))
@@ -244,7 +243,6 @@ if launchers.INTERPRETED:
 @NEEDS_KERNELS
 @pytest.mark.parametrize(("dtype", "lengths", "bound"), INPUT_CASES)
 def test_kernels_of_the_inputs_equal_composed_operators(dtype, lengths, bound):
-    torch.manual_seed(0)
     heads, key_width, value_width, taps, beside = 2, 128, 64, 4, 24
     inputs = 2 * key_width + 3 * value_width  # the last block of columns is not whole
     documents = None if lengths is None else documents_of(lengths).to(DEVICE)

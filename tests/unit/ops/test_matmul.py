@@ -23,7 +23,6 @@ BF16 = torch.bfloat16
 
 def test_projections_of_one_input_are_those_of_each_weight():
     """Only tensors that need a gradient get one, and the input's gradient has a single buffer."""
-    torch.manual_seed(0)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     weights = [torch.randn(n, 4, dtype=torch.float64, requires_grad=n != 2) for n in (6, 2, 3)]
     douts = [torch.randn(2, 3, len(weight), dtype=torch.float64) for weight in weights]
@@ -50,7 +49,6 @@ class Calls(Watch):
 
 
 def test_the_router_follows_float64():
-    torch.manual_seed(0)
     x, weight = (
         torch.randn(3, 40, 64).to(BF16).requires_grad_(),
         torch.randn(16, 64).to(BF16).requires_grad_(),

@@ -76,7 +76,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_choice_and_gradients(name):
     config, (batch, size), is_padded = CASES[name]
-    torch.manual_seed(0)
     logits = (2 * torch.randn(batch, size, config.num_experts, device=DEVICE)).requires_grad_()
     bias = torch.randn(config.num_experts, device=DEVICE) / 30
     lengths = size - torch.arange(batch, device=DEVICE).unsqueeze(1) - 1
@@ -121,7 +120,6 @@ def check(actual, exact):
 @pytest.mark.parametrize("name", ["three blocks of tokens", "groups"])
 def test_of_equal_scores_the_lowest_number_is_chosen(name):
     config, shape, _ = CASES[name]
-    torch.manual_seed(0)
     logits = torch.randint(3, (*shape, config.num_experts), device=DEVICE).float()
     bias = torch.zeros(config.num_experts, device=DEVICE)
     _, ids, *_ = routing.choose_experts(logits, bias, None, config, counts=True, sums=True)
@@ -147,7 +145,6 @@ def test_nan_is_chosen_and_ids_are_valid(name):
     [(0, 4, 8, 0), (1, 1, 8, 0), (150, 8, 24, 0), (33, 3, 384, 0), (70, 2, 5, 9), (4, 2, 4, 1)],
 )
 def test_rows_are_in_the_order_of_their_ids_and_tokens(num_tokens, top_k, num_ids, num_unknown):
-    torch.manual_seed(0)
     ids = torch.randint(num_ids + num_unknown, (num_tokens, top_k), device=DEVICE)
     ids[:, 0] = 1  # many rows of one expert
     known = ids.flatten().clamp(max=num_ids)
@@ -187,7 +184,6 @@ def test_a_decoder_has_the_same_losses_counts_and_gradients(family, monkeypatch)
 
 def test_operators_without_data_have_the_shapes_of_those_with():
     ops, tests = torch.ops.titanlite, ("test_schema", "test_faketensor")
-    torch.manual_seed(0)
     logits, bias = torch.randn(2, 40, 128, device=DEVICE), torch.zeros(128, device=DEVICE)
     valid = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     flags = (True, False)

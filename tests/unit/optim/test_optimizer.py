@@ -42,7 +42,6 @@ class Model(nn.Module):
 
 
 def build(implementation="fused", **changes):
-    torch.manual_seed(0)
     model = Model()
     if implementation == "rounded":
         return model, build_rounded_adamw(model, OptimizerSection(**changes), 0)

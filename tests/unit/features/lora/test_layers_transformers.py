@@ -60,7 +60,7 @@ def test_peft_computes_the_same_from_what_was_saved(tmp_path, one_rank, name, ta
     hf = reference.config.to_dict()
     folder = tmp_path / "adapter"
 
-    tokens = torch.randint(14, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(14, VOCAB_SIZE, (2, 9))
     model, plan = load(tmp_path / "base", section, hf)
     model(tokens, tokens).cross_entropy.backward()
     for key, param in model.named_parameters():

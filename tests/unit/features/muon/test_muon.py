@@ -48,7 +48,6 @@ def expected_steps(start, grads):
 
 
 def make():
-    torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
     vector = nn.Parameter(torch.randn(7))
     adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=LR))

@@ -20,7 +20,6 @@ def save_model(folder):
     tokenizer.save_pretrained(folder)
     sizes = TEXT_SIZES | {"vocab_size": len(tokenizer), "head_dim": 8}
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **moe, initializer_range=0.3))
     model.save_pretrained(folder)
 
