@@ -36,8 +36,8 @@ from titanlite.run import Run
 from titanlite.train_step import TrainStep
 
 _CPU = torch.device("cpu")
-# lengths of the documents of both rows; the rest is padding
-_PACKED, _APART = ([[13, 11], [16]], [[24], [16]])
+# lengths of the documents of each row; the rest is padding
+_PACKED, _APART = ([[13, 11], [16], [1, 9, 14], [24]], [[24], [16], [20], [24]])
 # AdamW's eps. If it were smaller, gradients that are only rounding errors would cause steps as
 # large as real gradients do.
 _STEPS, _LR, _EPS = 2, 1e-3, 1e-3
@@ -46,8 +46,8 @@ _LOSS_BOUND, _GRADIENT_BOUND, _FLOOR = 1e-6, 1e-4, 1e-3
 
 
 def rows_of(packed):
-    """Two rows of random documents, several in one if `packed`; labels are the next tokens, padding
-    has none.
+    """Four rows of random documents, several in one if `packed`; labels are the next tokens,
+    padding has none.
     """
     lengths, size = _PACKED if packed else _APART, 24
     generator = torch.Generator().manual_seed(3)
@@ -137,6 +137,7 @@ class Trained:
         gradients: The full gradients of the first step, by name.
         model: The model after the steps, and its `plan`; of titanlite only.
         batch: The training batch of all ranks.
+        norm: The norm of all gradients of the first step, as titanlite reports it.
         kind: The kind of rows: packed, apart (one document in each), or with inputs besides text.
     """
 
@@ -145,6 +146,7 @@ class Trained:
     model: Any = None
     plan: Any = None
     batch: Any = None
+    norm: float = 0.0
     kind: str = "packed"
 
     def difference(self, other):
@@ -155,7 +157,10 @@ class Trained:
             if not abs(loss - expected) <= _LOSS_BOUND * abs(expected):
                 return f"loss {loss:.8g} of step {step}, of transformers {expected:.8g}"
         names = sorted(self.gradients.keys() | other.gradients.keys())
-        floor = _FLOOR * torch.stack([grad.norm() for grad in other.gradients.values()]).norm()
+        norm = torch.stack([grad.norm() for grad in other.gradients.values()]).norm()
+        if not abs(self.norm - norm) <= _GRADIENT_BOUND * norm:
+            return f"gradient norm {self.norm:.8g}, of transformers {norm:.8g}"
+        floor = _FLOOR * norm
         unlike = []
         for name in names:
             got, wanted = (of.gradients.get(name, torch.zeros(())) for of in (self, other))
@@ -165,7 +170,7 @@ class Trained:
         return f"{len(unlike)} of {len(names)} gradients, among them {unlike[0]}" if unlike else ""
 
 
-def our_steps(config, folder):
+def our_steps(config, folder, degrees, recompute="none"):
     """Take optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
     call.
     """
@@ -173,7 +178,8 @@ def our_steps(config, folder):
     job.training.max_norm, job.training.steps = 0.0, _STEPS
     job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = _LR, _EPS, 0.0
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
-    dims = ParallelDims.build(Degrees(dp_shard=dist.get_world_size()), "cpu")
+    job.activation_checkpoint.mode = recompute
+    dims = ParallelDims.build(degrees, "cpu")
     run = Run(job, config, dims, _CPU)
     model = build_on_meta(run)
     plan = materialize(model, _CPU, [weights_of(folder, model)], seed=job.training.seed)
@@ -205,8 +211,10 @@ def our_steps(config, folder):
     }
     if extra:
         own |= {"positions": None, "extra": {name: value[mine] for name, value in extra.items()}}  # type: ignore[dict-item]
-    losses = [stepper.train_step([replace(batch, **own)]).loss.item() for _ in range(_STEPS)]
-    return Trained(losses, gradients, model, plan, batch, kind)
+    results = [stepper.train_step([replace(batch, **own)]) for _ in range(_STEPS)]
+    losses = [result.loss.item() for result in results]
+    norm = results[0].grad_norm.item()
+    return Trained(losses, gradients, model, plan, batch, norm, kind)
 
 
 def their_steps(case, batch):
@@ -249,7 +257,7 @@ def trains(case):
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found = our_steps(case.config, case.saved)
+    found = our_steps(case.config, case.saved, Degrees())
     expected = their_steps(case, found.batch)
     case.notes["trained"] = found
     if difference := found.difference(expected):
