@@ -35,7 +35,6 @@ class Launched:
         command: Starts the launcher.
         env: All variables of its environment.
         cwd: Its working directory.
-        joined: Both streams are `out`, in the order in which they were written.
     """
 
     def __init__(
@@ -44,22 +43,21 @@ class Launched:
         *,
         env,
         cwd=ROOT,
-        joined=False,
     ):
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
             env=env,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if joined else subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             process_group=0,
         )
-        streams = [self.process.stdout] if joined else [self.process.stdout, self.process.stderr]
+        streams = [self.process.stdout, self.process.stderr]
         self._lines = [[], []]
         self._readers = [
             threading.Thread(target=self._read, args=pair, daemon=True)
-            for pair in zip(streams, self._lines, strict=False)
+            for pair in zip(streams, self._lines, strict=True)
         ]
         for reader in self._readers:
             reader.start()
@@ -75,6 +73,11 @@ class Launched:
     @property
     def err(self):
         return "".join(self._lines[1])
+
+    @property
+    def output(self):
+        """All that was written to `out`, and then all that was written to `err`."""
+        return self.out + self.err
 
     def report(self):
         return f"{self.out[-SHOWN:]}\n{self.err[-SHOWN:]}"

@@ -181,20 +181,17 @@ class RankServer:
             )
             time.sleep(0.05)
 
-    def launch(self, *arguments, folder, joined=True, **variables):
-        """Start `python -m titanlite.launch ARGUMENTS`; if `joined`, with one pipe for its output
-        and the output of its ranks.
+    def launch(self, *arguments, folder):
+        """Start `python -m titanlite.launch ARGUMENTS`.
 
         `folder` gets `launcher.pid` and a file `rank-N.pid` for each running rank. All processes
         run the code in its `misbehave.py`, and if a file `nan-N` appears, the next forward of rank
         N returns NaN, once.
         """
         self.wait_until_it_serves()
-        environment = self.environment(
-            **{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)}, **variables
-        )
+        environment = self.environment(**{"PYTHONUNBUFFERED": "1", FOLDER: str(folder)})
         command = [self.python, "-m", "titanlite.launch", *arguments]
-        return Served(command, folder, env=environment, joined=joined)
+        return Served(command, folder, env=environment)
 
     def close(self):
         """End the server and all processes that it has forked."""

@@ -293,19 +293,20 @@ def examples(tmp_path_factory, cache_folder):
 def launch(server, config_file, tmp_path):
     """`launch(folder name, *overrides)` starts 2 ranks, which train into this folder of `tmp_path`
     until they are told to stop; unless `served`, as a user starts them, in new processes.
-    `misbehave` is code that served processes run first.
+    `restarts` and `misbehave`, code that all processes run first, are for served ones.
     """
     started = []
 
-    def start(name, *overrides, served=True, misbehave=""):
+    def start(name, *overrides, served=True, restarts=0, misbehave=""):
         arguments = ["--config", str(config_file), f"--job.dump_folder={tmp_path / name}"]
         arguments += ["--training.steps=100000", *overrides]
         if served:
             folder = tmp_path / f"pids-{len(started)}"
             folder.mkdir()
             (folder / "misbehave.py").write_text(misbehave)
-            ranks = ["--standalone", "--nproc-per-node=2", "-m", "titanlite.rank"]
-            started.append(server.launch(*ranks, *arguments, folder=folder, joined=False))
+            ranks = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+            ranks += ["-m", "titanlite.rank"]
+            started.append(server.launch(*ranks, *arguments, folder=folder))
         else:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             env = server.environment(NGPU="2", PYTHONUNBUFFERED="1", PATH=path)
@@ -317,16 +318,23 @@ def launch(server, config_file, tmp_path):
         each.kill()
 
 
-@pytest.fixture
-def checked(config_file, tmp_path):
-    """`checked(degrees, *overrides)` -> the tiny configuration, checked as a rank does
-    it.
-    """
+@pytest.fixture(scope="session")
+def configure(config_file):
+    """`configure(degrees, *overrides)` -> the tiny configuration, checked as a rank does it."""
 
     def build(degrees, *overrides):
-        dump = f"--job.dump_folder={tmp_path / 'run'}"
-        argv = ["--config", str(config_file), dump, *degree_overrides(degrees), *overrides]
+        argv = ["--config", str(config_file), *degree_overrides(degrees), *overrides]
         return check(load_config(argv), degrees.world_size)
+
+    return build
+
+
+@pytest.fixture
+def checked(configure, tmp_path):
+    """`configure` with a dump folder of this test."""
+
+    def build(degrees, *overrides):
+        return configure(degrees, f"--job.dump_folder={tmp_path / 'run'}", *overrides)
 
     return build
 

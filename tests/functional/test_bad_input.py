@@ -11,7 +11,6 @@ from titanlite.rank import main
 
 # The check takes a fraction of a second; the rest is for a machine that is busy with other work.
 PREFLIGHT_TIMEOUT_S = 20
-LAUNCH_TIMEOUT_S = 90  # takes about 10 s on 2 cores, most of it the import of torch
 
 
 def preflight(run_process, *arguments, world_size=4):
@@ -41,47 +40,28 @@ def test_run_train_refuses_before_it_starts_ranks(run_process, config_file):
     assert_one_error(done, "ep (3) does not divide")
 
 
-def launch(run_process, *arguments):
-    command = [sys.executable, "-m", "titanlite.launch", "--standalone", "--nproc-per-node=2"]
-    return run_process(
-        [*command, "-m", "titanlite.rank", *arguments],
-        LAUNCH_TIMEOUT_S,
-        env={"CUDA_VISIBLE_DEVICES": ""},
-    )
+def assert_one_error_of_all_ranks(launched, message):
+    assert launched.end() == 2, launched.report()
+    assert launched.output.count("titanlite: error: ") == 1, launched.output
+    assert launched.output.count(f"titanlite: error: {message}") == 1, launched.output
+    assert "Traceback" not in launched.output
 
 
-def assert_one_error_of_all_ranks(done, message):
-    assert done.returncode == 2, done.output
-    assert done.output.count("titanlite: error: ") == 1, done.output
-    assert done.output.count(f"titanlite: error: {message}") == 1, done.output
-    assert "Traceback" not in done.output
-
-
-def test_ranks_refuse_a_wrong_configuration_with_one_voice(run_process, config_file):
-    arguments = ["--config", str(config_file), "--parallelism.tensor_parallel_degree=4"]
+def test_ranks_refuse_a_wrong_configuration_with_one_voice(launch):
     message = (
         "configuration: parallelism: dp_replicate (1) * tp (4) = 4 does not divide the world size "
         "(2)."
     )
-    assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
+    assert_one_error_of_all_ranks(launch("run", "--parallelism.tensor_parallel_degree=4"), message)
 
 
-def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(
-    run_process, config_file, tmp_path
-):
-    dump = tmp_path / "run"
-    arguments = [
-        "--config",
-        str(config_file),
-        "--model.overrides.vocab_size=300",
-        f"--job.dump_folder={dump}",
-    ]
+def test_ranks_refuse_a_vocabulary_that_the_model_lacks_with_one_voice(launch, tmp_path):
     message = (
         "data: the tokenizer has 310 tokens, but the model's vocab_size is 300. Use the "
         "model's own tokenizer, or set model.overrides.vocab_size = 310"
     )
-    assert_one_error_of_all_ranks(launch(run_process, *arguments), message)
-    assert not dump.exists(), "nothing is left of a run that never began"
+    assert_one_error_of_all_ranks(launch("run", "--model.overrides.vocab_size=300"), message)
+    assert not (tmp_path / "run").exists(), "nothing is left of a run that never began"
 
 
 @pytest.mark.parametrize(

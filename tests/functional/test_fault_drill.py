@@ -30,6 +30,15 @@ SETTINGS = [
     "--training.local_batch_size=4",  # one micro-batch
 ]
 TIMEOUT_S = 5
+FAULTY = [
+    *SETTINGS,
+    "--checkpoint.interval=2",
+    "--parallelism.expert_parallel_degree=2",
+    "--checkpoint.on_save_error=continue",
+    f"--comm.timeout_seconds={TIMEOUT_S}",
+    # A fault may come when a save begins.
+    f"--checkpoint.timeout_seconds={TIMEOUT_S}",
+]
 ORPHANS_END_S = 10  # 0.2 on idle cores
 # In bytes: more than the launcher's notes, which are in another folder, and less than any file of
 # the run.
@@ -50,42 +59,21 @@ POINTS_WAIT = "the unwritten points wait for the next one"
 
 
 class Drill:
-    """One run, its command, its output and its faults."""
+    """One run in `dump`, its output and its faults; `start` starts it."""
 
-    def __init__(self, server, config, dump):
-        self.server, self.dump, self.checkpoints = server, dump, dump / "checkpoint"
-        self.folder = dump.with_name(f"{dump.name}-pids")
-        self.folder.mkdir()
-        self.command = [
-            "--standalone",
-            f"--nproc-per-node={RANKS}",
-            "--max-restarts=100",
-            "-m",
-            "titanlite.rank",
-            "--config",
-            str(config),
-            f"--job.dump_folder={dump}",
-            *SETTINGS,
-            # However slow this process is, the run does not end before it is told to.
-            "--training.steps=100000",
-            "--checkpoint.interval=2",
-            "--parallelism.expert_parallel_degree=2",
-            "--checkpoint.on_save_error=continue",
-            f"--comm.timeout_seconds={TIMEOUT_S}",
-            # A fault may come when a save begins.
-            f"--checkpoint.timeout_seconds={TIMEOUT_S}",
-        ]
+    def __init__(self, start, dump):
+        self.start, self.dump, self.checkpoints = start, dump, dump / "checkpoint"
         self.said_before = ""  # by earlier launches, which ended in good order
-        self.launched = server.launch(*self.command, folder=self.folder)
+        self.launched = start()
 
     def go_on(self):
         """Start again after an end in good order."""
         self.said_before = self.out
-        self.launched = self.server.launch(*self.command, folder=self.folder)
+        self.launched = self.start()
 
     @property
     def out(self):
-        return self.said_before + self.launched.out
+        return self.said_before + self.launched.output
 
     def step(self):
         """Return the step of the latest metrics point, which goes back when a run is resumed."""
@@ -150,16 +138,14 @@ class Drill:
             assert time.monotonic() < deadline, "ranks are left"
             time.sleep(0.01)
         self.launched.process.wait()
-        other = self.folder.with_name("other-pids")
-        other.mkdir()
         self.go_on()
-        runs = [self.launched, self.server.launch(*self.command, folder=other)]
+        runs = [self.launched, self.start()]
         while not any(run.process.poll() is not None for run in runs):
             time.sleep(0.02)
         runs.sort(key=lambda run: run.process.poll() is not None)
         self.launched, refused = runs
-        assert refused.end() == 2, refused.out
-        self.said_before += refused.out
+        assert refused.end() == 2, refused.output
+        self.said_before += refused.output
 
     def corrupt(self, rng):
         """Flip one bit in the newest complete checkpoint."""
@@ -198,10 +184,10 @@ class Drill:
 
 @pytest.mark.slow
 def test_a_run_with_seven_faults_ends_with_the_weights_of_a_quiet_one(
-    server, config_file, run_warm, checked, tmp_path
+    launch, run_warm, checked, tmp_path
 ):
     rng = random.Random(SEED)
-    drill = Drill(server, config_file, tmp_path / "drill")
+    drill = Drill(lambda: launch("drill", *FAULTY, restarts=100), tmp_path / "drill")
     for kind in rng.sample(list(SAID), len(SAID)):
         drill.train_on()
         drill.fault(kind, rng)

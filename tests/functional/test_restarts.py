@@ -4,7 +4,6 @@ action.
 
 import signal
 import time
-from textwrap import indent
 
 import pytest
 from files import read_lines
@@ -66,45 +65,30 @@ Trainer.train = train
 
 
 @pytest.fixture
-def run(server, config_file, tmp_path):
+def run(launch):
     """`run(misbehaviour, *overrides, restarts=, signal_after=)` -> (exit code, output, seconds
     after the signal).
 
     When the output contains the string `signal_after`, the launcher gets SIGTERM.
     """
-    started = []
 
     def start(misbehaviour, *overrides, restarts=0, signal_after=None):
-        folder = tmp_path / f"start-{len(started)}"
-        folder.mkdir()
-        (folder / "misbehave.py").write_text(
-            f"if rank is not None:\n{indent(misbehaviour, '    ')}\n    pass"
-        )
-        launched = server.launch(
-            "--standalone",
-            "--nproc-per-node=2",
-            f"--max-restarts={restarts}",
-            "-m",
-            "titanlite.rank",
-            "--config",
-            str(config_file),
-            f"--job.dump_folder={tmp_path / 'run'}",
+        launched = launch(
+            "run",
             "--training.steps=6",
             "--training.local_batch_size=4",
             "--checkpoint.interval=2",
             *overrides,
-            folder=folder,
+            restarts=restarts,
+            misbehave=misbehaviour,
         )
-        started.append(launched)
         if signal_after is not None:
             launched.wait_for(signal_after, lambda: signal_after in launched.out)
-            launched.process.send_signal(signal.SIGTERM)
+            launched.process.terminate()
         asked = time.monotonic()
-        return launched.end(), launched.out, time.monotonic() - asked
+        return launched.end(), launched.output, time.monotonic() - asked
 
-    yield start
-    for launched in started:
-        launched.kill()
+    return start
 
 
 def said_by_launcher(out):
