@@ -28,10 +28,8 @@ from titanlite.assemble import assemble
 from titanlite.base.errors import CheckpointError
 from titanlite.checkpoint import commit, train_state
 from titanlite.checkpoint.commit import check_folder, list_steps, step_folder
-from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.materialize.layout import local_of
-from titanlite.preflight import check
 from titanlite.train_step import TrainStep
 
 FSDP2 = Degrees(dp_shard=2)
@@ -320,11 +318,10 @@ def _kill_at(owner, point):
 
 
 @pytest.fixture(scope="module")
-def template(run_ranks, config_file, tmp_path_factory):
+def template(run_ranks, configure, tmp_path_factory):
     """A folder with the checkpoints of steps 1 and 2."""
     dump = tmp_path_factory.mktemp("template")
-    arguments = ["--config", str(config_file), f"--job.dump_folder={dump}", *SMALL]
-    job = check(load_config([*arguments, "--parallelism.data_parallel_shard_degree=2"]), 2)
+    job = configure(FSDP2, f"--job.dump_folder={dump}", *SMALL)
 
     def rank_main():
         trainer = build_trainer(job)

@@ -14,13 +14,12 @@ from quantized_folder import write_fp8
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.functional.conftest import train_to_the_end
 from tests.loading import save_random_model, stored
-from titanlite.assemble import assemble
 from titanlite.checkpoint import writer
-from titanlite.config import load_config
+from titanlite.config.parallelism import Degrees
 from titanlite.features.tools import export as export_checkpoint
 from titanlite.features.tools import models as inspect_checkpoint
-from titanlite.preflight import check
 
 MODEL, SIDECAR, MASTERS = (
     "model.safetensors",
@@ -58,7 +57,7 @@ def small_pieces(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def step(run_ranks, config_file, tmp_path_factory):
+def step(run_ranks, configure, tmp_path_factory):
     """A checkpoint after 2 steps of 2 ranks: bfloat16, float32 masters, and biases for which
     Qwen3-MoE has no key.
     """
@@ -68,26 +67,21 @@ def step(run_ranks, config_file, tmp_path_factory):
         "--training.steps=2",
         "--lr_scheduler.warmup_steps=1",
         "--training.seed=1",
+        "--checkpoint.export_dtype=bfloat16",
     ]
-    job = check(
-        load_config(
-            ["--config", str(config_file), *settings, "--checkpoint.export_dtype=bfloat16"]
-        ),
-        2,
-    )
-    run_ranks(2, lambda: assemble(job).train())
+    run_ranks(2, train_to_the_end, configure(Degrees(dp_shard=2), *settings))
     return folder / "checkpoint/step-2"
 
 
 @pytest.fixture(scope="module")
-def hf_model(config_file, tmp_path_factory):
+def hf_model(configure, tmp_path_factory):
     """`hf_model(*overrides)` -> folder of a float32 model of random tensors, saved by transformers,
     made once.
     """
 
     @cache
     def save(*overrides, max_shard_size="1GB"):
-        config = check(load_config(["--config", str(config_file), *overrides]), 1).model_config
+        config = configure(Degrees(), *overrides).model_config
         folder = tmp_path_factory.mktemp("hf")
         save_random_model(config, folder, max_shard_size=max_shard_size)
         for name, text in BESIDE.items():

@@ -22,7 +22,6 @@ from titanlite.assemble import assemble, build_data
 from titanlite.base.errors import ConfigError
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_headers
-from titanlite.config import load_config
 from titanlite.config.data import DataSection
 from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import OptimizerSection
@@ -230,7 +229,7 @@ def test_a_metric_of_gradients_is_the_same_on_all_meshes(train_into, tmp_path):
             assert point[1] > 0
 
 
-def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file, modules):
+def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, checked, modules):
     """The tokens equal the tokens of the same rows in a file. If the function's file changes, the
     tokens are made again.
     """
@@ -243,14 +242,8 @@ def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, config_file
         write_lines(tmp_path / f"{name}.jsonl", rows)
     settings = [*examples, "--data.bad_rows=skip", "--validation.enable=false"]
     for name, more in (("asked", ["--data.converter=my_rows:convert"]), ("plain", [])):
-        argv = [
-            "--config",
-            str(config_file),
-            *settings,
-            f"--data.path={tmp_path / name}.jsonl",
-            *more,
-        ]
-        tokens[name] = build_data(load_config(argv), 0, 1)[1].dataset.train.examples
+        job = checked(Degrees(), *settings, f"--data.path={tmp_path / name}.jsonl", *more).job
+        tokens[name] = build_data(job, 0, 1)[1].dataset.train.examples
     assert tokens["asked"].tokens.tolist() == tokens["plain"].tokens.tolist()
     count, first = tokens["asked"].skipped["converter failed"]
     assert count == 3 and "raised ValueError: bad answer" in first

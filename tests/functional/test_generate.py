@@ -11,13 +11,11 @@ import torch
 from tests.functional.conftest import weekly
 from tests.loading import EVERY_FAMILY, hf_checkpoint, save_random_model
 from titanlite.assemble import shard
-from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.features.generate.generate import Sampling, generate
 from titanlite.materialize import materialize
 from titanlite.models.decoder import build_decoder
-from titanlite.preflight import check
 
 FAMILIES = EVERY_FAMILY | {
     **{
@@ -71,12 +69,11 @@ def continue_with_transformers(model, prompts):
 
 
 @pytest.fixture(scope="module")
-def references(config_file, tmp_path_factory):
+def references(configure, tmp_path_factory):
     found = {}
     for family, overrides in FAMILIES.items():
-        job = check(load_config(["--config", str(config_file), *overrides]), 1)
         folder = tmp_path_factory.mktemp("hf")
-        model = save_random_model(job.model_config, folder)
+        model = save_random_model(configure(Degrees(), *overrides).model_config, folder)
         found[family] = Reference(folder, continue_with_transformers(model, PROMPTS))
     return found
 

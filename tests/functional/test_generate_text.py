@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.loading import save_random_model
 from titanlite.assemble import build_data
-from titanlite.config import load_config
-from titanlite.preflight import check
+from titanlite.config.parallelism import Degrees
 
 NEW = 12
 TEMPLATE = (
@@ -30,14 +29,11 @@ def generate(command):
 
 
 @pytest.fixture(scope="module")
-def folder(config_file, tmp_path_factory):
+def folder(configure, tmp_path_factory):
     """A random Qwen3-MoE with the tokenizer of the tests, clearly separated logits, and a chat
     template.
     """
-    job = check(
-        load_config(["--config", str(config_file), "--model.overrides.max_position_embeddings=64"]),
-        1,
-    )
+    job = configure(Degrees(), "--model.overrides.max_position_embeddings=64")
     path = tmp_path_factory.mktemp("model")
     save_random_model(job.model_config, path)
     tokenizer, _ = build_data(job.job, 0, 1)

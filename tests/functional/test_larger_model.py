@@ -11,16 +11,13 @@ from files import read_json, write_json
 from peft import PeftModel
 from safetensors.torch import save_file
 
-from tests.functional.conftest import weekly
+from tests.functional.conftest import MESHES, NO_PRESET, weekly
 from tests.loading import refusal, stored
 from tests.unit.checkpoint.test_hf_model import split_experts
-from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
-from titanlite.config import load_config
 from titanlite.config.model import ModelConfig
 from titanlite.features.tools.export import main as export
 from titanlite.models.families import any_model_config_from_hf
-from titanlite.preflight import check
 
 PREFIX = "model.language_model."
 VISION = {
@@ -107,26 +104,21 @@ def published(pretrained, tmp_path):
 
 
 @pytest.fixture
-def train(run_ranks, text_folder, tmp_path):
-    """`train(base, *overrides)` on two ranks; returns the last checkpoint."""
+def train(train_into, tmp_path):
+    """`train(base, mesh, *overrides)` on two ranks; returns the last checkpoint."""
 
-    def run(base, *overrides, name="run", steps=2, ranks=2):
-        config = tmp_path / "job.toml"
-        config.write_text(
-            f'[model]\npath = "{base}"\n[data]\ndataset = "text"\npath = "{text_folder}"\n'
-            "[training]\nseq_len = 32\nlocal_batch_size = 1\nglobal_batch_size = 4\n"
-            "[metrics]\nenable_tensorboard = false\n[optimizer]\nlr = 1e-3\n"
-        )
-        given = [
-            "--config",
-            str(config),
-            f"--job.dump_folder={tmp_path / name}",
+    def run(base, mesh, *overrides, steps=2):
+        model = [*NO_PRESET, f"--model.path={base}", "--moe.expert_bias_update_rate=none"]
+        size = "--training.global_batch_size=4"
+        train_into(
+            tmp_path / "run",
+            MESHES[mesh],
+            *model,
+            size,
             f"--training.steps={steps}",
             *overrides,
-        ]
-        job = check(load_config(given), ranks)
-        run_ranks(ranks, lambda: assemble(job).train())
-        return tmp_path / name / f"checkpoint/step-{steps}"
+        )
+        return tmp_path / f"run/checkpoint/step-{steps}"
 
     return run
 
@@ -141,14 +133,10 @@ def load(folder, auto="AutoModelForImageTextToText"):
 @pytest.mark.parametrize(
     ("model_type", "form", "settings"),
     [
-        weekly("qwen3_5", {}, ["--parallelism.tensor_parallel_degree=2"]),
-        ("qwen3_5", {"tied": True, "dtype": torch.bfloat16}, IN_BFLOAT16),
-        weekly("qwen3_5_moe", {"is_fused": False}, []),
-        (
-            "qwen3_5_moe",
-            {"tied": True, "is_base": True},
-            ["--parallelism.expert_parallel_degree=2"],
-        ),
+        weekly("qwen3_5", {}, ["TP2"]),
+        ("qwen3_5", {"tied": True, "dtype": torch.bfloat16}, ["FSDP2", *IN_BFLOAT16]),
+        weekly("qwen3_5_moe", {"is_fused": False}, ["FSDP2"]),
+        ("qwen3_5_moe", {"tied": True, "is_base": True}, ["EP2"]),
     ],
 )
 def test_what_is_saved_is_the_whole_model_with_its_text_trained(
@@ -205,7 +193,7 @@ def test_a_base_model_without_a_head_is_refused(published):
 def test_adapters_of_the_text_model_are_those_of_the_whole_for_peft(published, train, tmp_path):
     base = published("qwen3_5_moe")
     before = stored(base)
-    last = train(base, "--lora.rank=4")
+    last = train(base, "FSDP2", "--lora.rank=4")
     assert export([str(last), str(tmp_path / "out"), "--merge", "--dtype", "float32"]) in (0, None)
     out = stored(tmp_path / "out")
     assert out.keys() == before.keys()

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tests.functional.conftest import train_to_the_end, values_of
 from titanlite.base.errors import ConfigError
 from titanlite.checkpoint.commit import list_steps
-from titanlite.config import JobConfig, load_config
+from titanlite.config import JobConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.model import ModelSection
 from titanlite.config.parallelism import Degrees
@@ -34,7 +34,6 @@ from titanlite.metrics.run_folder import (
     check_shared_folder,
     waiting_for_machines,
 )
-from titanlite.preflight import check
 
 # A lost launcher is noticed after 6 s instead of 15, and a run with fewer machines than the most
 # waits 10 s for another one instead of 30: the second machine of a test needs a few on a busy core.
@@ -170,12 +169,11 @@ def elastic(nnodes, places=None):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(run_ranks, config_file, tmp_path_factory):
+def undisturbed(run_ranks, configure, tmp_path_factory):
     """The folder of the same run on 2 ranks of one machine."""
     dump = tmp_path_factory.mktemp("undisturbed")
-    arguments = ["--config", str(config_file), f"--job.dump_folder={dump}", *SETTINGS]
-    job = check(load_config([*arguments, "--checkpoint.interval=0"]), 2)
-    run_ranks(2, train_to_the_end, job)
+    settings = [f"--job.dump_folder={dump}", *SETTINGS, "--checkpoint.interval=0"]
+    run_ranks(2, train_to_the_end, configure(Degrees(dp_shard=2), *settings))
     return dump
 
 

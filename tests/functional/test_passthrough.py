@@ -10,13 +10,11 @@ import transformers
 from files import read_json
 from safetensors.torch import load_file, save_file
 
+from tests.functional.conftest import NO_PRESET
 from tests.loading import stored
-from titanlite.assemble import assemble
 from titanlite.checkpoint.commit import check_folder
-from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.features.tools.export import main as export
-from titanlite.preflight import check
 
 LAYER = "model.layers.3."
 EMBEDDING, HEAD = f"{LAYER}embed_tokens.weight", f"{LAYER}shared_head.head.weight"
@@ -132,9 +130,7 @@ def test_a_prediction_layer_survives_training_resumes_other_meshes_and_export(
     assert read_json(tmp_path / "out/config.json")["num_nextn_predict_layers"] == 1
 
 
-def test_through_transformers_class_and_from_the_base_of_adapters(
-    run_ranks, pretrained, text_folder, tmp_path
-):
+def test_through_transformers_class_and_from_the_base_of_adapters(train_into, pretrained, tmp_path):
     """On 2 ranks, files of adapters do not have these tensors, and merging takes them from the
     base.
     """
@@ -147,30 +143,19 @@ def test_through_transformers_class_and_from_the_base_of_adapters(
         "mtp.head.weight": tensors["lm_head.weight"].clone(),
     }
     save_file(tensors | more, base / "model.safetensors", {"format": "pt"})
-    config = tmp_path / "job.toml"
-    config.write_text(
-        f'[model]\npath = "{base}"\nimplementation = "transformers"\n[data]\ndataset = '
-        f'"text"\npath = "{text_folder}"\n'
-        "[training]\nsteps = 2\nseq_len = 32\nlocal_batch_size = 1\n[metrics]\nenable_tensorboard "
-        "= false\n"
-    )
+    settings = [*NO_PRESET, f"--model.path={base}", "--training.steps=2"]
+    settings.append("--moe.expert_bias_update_rate=none")
 
     def train(name, *overrides):
-        job = check(
-            load_config(
-                ["--config", str(config), f"--job.dump_folder={tmp_path / name}", *overrides]
-            ),
-            2,
-        )
-        run_ranks(2, lambda: assemble(job).train())
+        train_into(tmp_path / name, Degrees(dp_shard=2), *settings, *overrides)
         return tmp_path / name / "checkpoint/step-2"
 
-    got = stored(train("full"))
+    got = stored(train("full", "--model.implementation=transformers"))
     assert got.keys() == {*tensors, *more} and follows(got, tensors)
     assert is_same(got, {key: tensor for key, tensor in more.items() if key != "mtp.head.weight"})
     assert torch.equal(got["mtp.head.weight"], got["lm_head.weight"])
 
-    adapters = train("lora", "--lora.rank=2", "--model.implementation=native")
+    adapters = train("lora", "--lora.rank=2")
     assert not [key for key in stored(adapters) if "lora_" not in key]
     assert export([str(adapters), str(tmp_path / "out"), "--merge", "--dtype", "float32"]) in (
         0,

@@ -13,16 +13,16 @@ import transformers
 from files import read_json, write_json
 from safetensors.torch import load_file, save_file
 
-from tests.functional.conftest import train_to_the_end
+from tests.functional.conftest import NO_PRESET, train_to_the_end
 from titanlite.assemble import build_model
 from titanlite.base.log import logger
 from titanlite.checkpoint.hf_model import weights_of
 from titanlite.checkpoint.ties import untie
-from titanlite.config import TransformersConfig, load_config
+from titanlite.config import TransformersConfig
 from titanlite.config.model import ModelSection
+from titanlite.config.parallelism import Degrees
 from titanlite.materialize import materialize
 from titanlite.models.families import resolve_model_config
-from titanlite.preflight import check
 
 # The models in which the top-level flag wins, either flag wins, or the class's default is True, and
 # models without text_config.
@@ -125,7 +125,7 @@ def warnings_of(job):
 def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
     run_ranks,
     pretrained,
-    config_file,
+    checked,
     tmp_path,
 ):
     """A native model and one of transformers: begun, resumed, saved untied, and read by
@@ -137,23 +137,21 @@ def test_a_run_keeps_a_head_of_its_own_and_says_so_in_what_it_saves(
     reference = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     table = read_json(base / "config.json") | {"tie_word_embeddings": True}
     write_json(base / "config.json", table)
-    settings = config_file.read_text()
+    settings = [
+        *NO_PRESET,
+        f"--model.path={base}",
+        "--optimizer.lr=1e-6",
+        "--moe.expert_bias_update_rate=none",
+    ]
     for kind in ("auto", "transformers"):
-        file = tmp_path / f"{kind}.toml"
-        file.write_text(
-            f'[model]\npath = "{base}"\nimplementation = '
-            f'"{kind}"\n{settings[settings.index("[training]") :]}'
-        )
         folder = tmp_path / kind
         for steps in (1, 2):
-            argv = [
-                "--config",
-                str(file),
+            job = checked(
+                Degrees(dp_shard=2),
+                *settings,
+                f"--model.implementation={kind}",
                 f"--training.steps={steps}",
                 f"--job.dump_folder={folder}",
-            ]
-            job = check(
-                load_config([*argv, "--optimizer.lr=1e-6", "--moe.expert_bias_update_rate=none"]), 2
             )
             warnings = run_ranks(2, lambda job=job: warnings_of(job))
             text = "lm_head.weight with different values than the tensor that config.json ties it"
