@@ -35,11 +35,7 @@ FLAGS = (True, False, None)
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     with sweep_transformers.quiet():
-        found = {case.model_type: case for case in sweep_transformers.cases(TYPES)}
-        for name, case in found.items():
-            case.folder = tmp_path_factory.mktemp(name)
-            assert case.saved
-    return found
+        return sweep_transformers.save_cases(TYPES, tmp_path_factory.mktemp("cases"))
 
 
 def write(case, folder, top, text, stored):

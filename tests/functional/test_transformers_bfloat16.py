@@ -4,77 +4,48 @@ import pytest
 import sweep_training
 import sweep_transformers
 import torch
-from files import read_json
-from tiny_transformers import VOCAB_SIZE, save_tiny
 
 from tests.saving import whole
 from titanlite.assemble import build_on_meta
 from titanlite.checkpoint.hf_model import weights_of
-from titanlite.config import JobConfig, load_config
+from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import IGNORE_INDEX
 from titanlite.distributed import ParallelDims
-from titanlite.distributed.parallelize import parallelize
-from titanlite.features.transformers.build import build_transformers
 from titanlite.materialize import materialize
 from titanlite.materialize.plan import clean_name
-from titanlite.models.families.config_json import transformers_config
 from titanlite.optim.optimizer import build_adamw
-from titanlite.preflight import check
 from titanlite.run import Run
 
-DOCUMENTS = torch.tensor([[0] * 7 + [1] * 5])
 MODELS = ("gemma3_text", "phi", "gpt_oss", "deepseek_v3", "qwen2_5_vl")
 
 
 @pytest.mark.slow
 def test_models_train_in_bfloat16(run_ranks, tmp_path):
-    """The loss equals the float32 loss to bfloat16's 8 bits, and gradients are float32, whether or
-    not experts are split.
+    """The losses equal the float32 losses to bfloat16's 8 bits, and gradients are float32, whether
+    or not experts are split.
     """
-    config = tmp_path / "job.toml"
-    config.write_text(
-        'model.name = "qwen3_moe"\nmodel.flavor = "debug"\n[training]\nseq_len = 16\n'
-        'mixed_precision_param = "bfloat16"\n'
-    )
-    generator = torch.Generator().manual_seed(3)
-    tokens, labels = torch.randint(14, VOCAB_SIZE, (2, 1, 12), generator=generator)
-    expected = {}
-    for name in MODELS:
-        reference = save_tiny(name, tmp_path / name)
-        with torch.no_grad():
-            logits = [
-                reference(input_ids=part).logits[0] for part in (tokens[:, :7], tokens[:, 7:])
-            ]
-        loss = torch.nn.functional.cross_entropy(torch.cat(logits), labels[0], reduction="sum")
-        expected[name] = loss.item()
+    with sweep_transformers.quiet():
+        cases = sweep_transformers.save_cases(MODELS, tmp_path)
 
-    def rank_main():
-        seen = {}
-        for name in MODELS:
-            hf = transformers_config(read_json(tmp_path / name / "config.json"), "test")
-            ep = 2 if hf.num_experts else 1
-            checked = check(
-                load_config(
-                    ["--config", str(config), f"--parallelism.expert_parallel_degree={ep}"]
-                ),
-                2,
-            )
-            model = build_transformers(hf)
-            parallelize(model, checked.job, ParallelDims.build(checked.degrees, "cpu"), "cpu")
-            materialize(model, "cpu", [weights_of(tmp_path / name, model)])
-            loss = model(tokens, labels, None, DOCUMENTS).cross_entropy
-            loss.backward()
-            grads = [param.grad for param in model.parameters() if param.grad is not None]
-            finite = all(bool(grad.to_local().isfinite().all()) for grad in grads)
-            seen[name] = (loss.item(), {grad.dtype for grad in grads}, finite)
-        return seen
+        def rank_main():
+            seen = {}
+            for name, case in cases.items():
+                degrees = Degrees(dp_shard=2, ep=2 if case.config.num_experts else 1)
+                found = sweep_training.our_steps(
+                    case.config, case.saved, degrees, precision="bfloat16"
+                )
+                found.model = found.plan = None
+                seen[name] = found
+            return seen
 
-    for seen in run_ranks(2, rank_main, timeout_s=300):
-        for name, (loss, dtypes, finite) in seen.items():
-            assert loss == pytest.approx(expected[name], rel=0.02), name
-            assert dtypes == {torch.float32}, name
-            assert finite, name
+        for name, found in run_ranks(2, rank_main, timeout_s=300)[0].items():
+            expected = sweep_training.their_steps(cases[name], found.batch)
+            assert found.losses == pytest.approx(expected.losses, rel=0.02), name
+            assert found.losses != pytest.approx(expected.losses, rel=1e-6), "nothing was rounded"
+            assert found.gradients.keys() == expected.gradients.keys()
+            for gradient in found.gradients.values():
+                assert gradient.dtype == torch.float32 and gradient.isfinite().all(), name
 
 
 # The float32 parameters belong to a router, to layers and a head themselves, and to a module with a
@@ -87,13 +58,10 @@ def test_bfloat16_with_parameters_kept_in_float32(run_ranks, tmp_path):
     parameters are trained.
     """
     with sweep_transformers.quiet():
-        cases = {case.model_type: case for case in sweep_transformers.cases(KEPT)}
+        cases = sweep_transformers.save_cases(KEPT, tmp_path)
         expected = {}
         batch = sweep_training.rows_of(packed=False)
         for name, case in cases.items():
-            case.folder = tmp_path / name
-            case.folder.mkdir()
-            assert case.config.family == name and case.saved
             reference = case.cls.from_pretrained(case.saved, dtype=torch.bfloat16).train()
             with torch.no_grad():
                 logits = torch.cat(

@@ -49,16 +49,15 @@ def test_families_train_on_several_ranks(run_ranks, tmp_path, world_size, famili
     for bit.
     """
     with sweep_transformers.quiet():
-        chosen = {case.model_type: case for case in sweep_transformers.cases(families)}
-        for name, case in chosen.items():
-            case.folder = tmp_path / name
-            assert case.config.family == name and case.saved
+        chosen = sweep_transformers.save_cases(families, tmp_path)
 
         def rank_main():
             seen = {}
             for name, case in chosen.items():
                 mesh, recompute = families[name]
-                found = sweep_training.our_steps(case.config, case.saved, MESHES[mesh], recompute)
+                found = sweep_training.our_steps(
+                    case.config, case.saved, MESHES[mesh], recompute=recompute
+                )
                 text = sweep_training.save_and_compare(case, found, tmp_path / f"{name}-trained")
                 found.model = found.plan = None
                 seen[name] = text, found

@@ -170,7 +170,14 @@ class Trained:
         return f"{len(unlike)} of {len(names)} gradients, among them {unlike[0]}" if unlike else ""
 
 
-def our_steps(config, folder, degrees, recompute="none"):
+def our_steps(
+    config,
+    folder,
+    degrees,
+    *,
+    recompute="none",
+    precision="float32",
+):
     """Take optimizer steps from the weights in `folder`, on all ranks. Collective: every rank must
     call.
     """
@@ -179,6 +186,7 @@ def our_steps(config, folder, degrees, recompute="none"):
     job.optimizer.lr, job.optimizer.eps, job.optimizer.weight_decay = _LR, _EPS, 0.0
     job.lr_scheduler.warmup_steps, job.lr_scheduler.min_lr_factor = 0, 1.0
     job.activation_checkpoint.mode = recompute
+    job.training.mixed_precision_param = precision
     dims = ParallelDims.build(degrees, "cpu")
     run = Run(job, config, dims, _CPU)
     model = build_on_meta(run)

@@ -157,6 +157,15 @@ def cases(types=None):
     return [Case(*pair) for pair in pairs if pair[0] not in refused]
 
 
+def save_cases(types, folder):
+    """Return the case of each of `types` by its name, saved below `folder`."""
+    found = {case.model_type: case for case in cases(types)}
+    for name, case in found.items():
+        case.folder = folder / name
+        assert case.config.family == name and case.saved
+    return found
+
+
 def shrink(config_cls, model_type, levels=0):
     """A configuration of `config_cls` with small sizes; `levels` of its sections keep their
     defaults on retries.
