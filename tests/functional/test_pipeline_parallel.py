@@ -12,7 +12,7 @@ from files import read_lines
 
 from tests.functional.conftest import take_step, weekly
 from titanlite.assemble import assemble, shard
-from titanlite.base.errors import TitanliteError
+from titanlite.base.errors import TrainingError
 from titanlite.config.parallelism import Degrees
 from titanlite.distributed import ParallelDims
 from titanlite.features.pipeline import RemoteModule
@@ -61,57 +61,44 @@ def test_a_stage_has_memory_for_its_own_layers_alone(run_ranks, checked):
         assert here["model.rotary_emb.inv_freq"], "every stage has positions"
 
 
-@pytest.fixture
-def train(run_ranks, checked):
-    """Train on forked ranks; return (kind, text) of each rank's error, or None."""
+def spoil(trainer, is_bad):
+    """Let the MLP of layer 1 return NaN, in the stage that has it, while `is_bad(step)`."""
+    layer = trainer.model.model.layers[1]
+    if isinstance(layer, RemoteModule):
+        return
+    forward = layer.mlp.forward
 
-    def run(degrees, *overrides, before=lambda trainer: None):
-        job = checked(degrees, FIVE, *overrides)
+    def spoiled(*args):
+        out, aux = forward(*args)
+        return (out * torch.nan if is_bad(trainer.step) else out), aux
 
-        def rank_main():
-            trainer = assemble(job)
-            before(trainer)
-            try:
-                trainer.train()
-            except TitanliteError as error:
-                return type(error).__name__, str(error)
-            return None
-
-        return run_ranks(degrees.world_size, rank_main)
-
-    return run
+    layer.mlp.forward = spoiled
 
 
-def test_nan_is_named_in_the_stage_that_it_came_from(train):
+def test_nan_is_named_in_the_stage_that_it_came_from(run_ranks, checked):
     """All later outputs are not finite, either, even the first output in each later stage."""
+    job = checked(Degrees(pp=4), FIVE, "--training.steps=3", "--checkpoint.enable=false")
 
-    def put_in(trainer):
-        layer = trainer.model.model.layers[1]
-        if isinstance(layer, RemoteModule):
-            return
-        forward = layer.mlp.forward
+    def rank_main():
+        trainer = assemble(job)
+        spoil(trainer, lambda step: step >= 1)  # in step 2, and when this step is diagnosed
+        with pytest.raises(TrainingError) as raised:
+            trainer.train()
+        return str(raised.value)
 
-        def spoiled(*args):
-            out, aux = forward(*args)
-            # in step 2, and when this step is diagnosed
-            return (out * torch.nan if trainer.step >= 1 else out), aux
-
-        layer.mlp.forward = spoiled
-
-    overrides = ["--training.steps=3", "--checkpoint.enable=false"]
-    first, *others = train(Degrees(pp=4), *overrides, before=put_in)
-    assert others == [first] * 3 and first is not None and first[0] == "TrainingError"
-    assert "of step 2 is not finite. " in first[1]
+    first, *others = run_ranks(4, rank_main)
+    assert others == [first] * 3
+    assert "of step 2 is not finite. " in first
     assert (
         "first output that is not finite is that of model.layers.1.mlp (micro-batch 0, rank 1), "
-        "that of " in first[1]
+        "that of " in first
     )
-    assert "(micro-batch 1, rank 1)" in first[1] and "embed_tokens" not in first[1], (
+    assert "(micro-batch 1, rank 1)" in first and "embed_tokens" not in first, (
         "what others got is not named"
     )
     assert (
         "radients that are not finite, from micro-batch 0 on: lm_head.weight, model.norm.weight"
-        in first[1]
+        in first
     )
 
 
@@ -142,15 +129,8 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
 
         def rank_main(job=job):
             trainer = assemble(job)
-            layer, norms = trainer.model.model.layers[1], []
-            if not isinstance(layer, RemoteModule):
-                forward = layer.mlp.forward
-
-                def spoiled(*args):
-                    out, aux = forward(*args)
-                    return (out * torch.nan if trainer.step == 1 else out), aux
-
-                layer.mlp.forward = spoiled
+            spoil(trainer, lambda step: step == 1)
+            norms = []
             for step in range(4):
                 norms.append(take_step(trainer, step).grad_norm.item())
                 trainer.check_finite()
@@ -164,17 +144,19 @@ def test_steps_behind_one_that_was_looked_into_are_those_of_one_process(
     assert many == pytest.approx(one, rel=1e-2, nan_ok=True)
 
 
-def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path):
+def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train_into, tmp_path):
     """The first stage has all of dots1's leading dense layers; its rank 0 also writes the metrics
     of later stages.
     """
     overrides = [
+        FIVE,
         "--model.name=dots1",
         "--model.overrides.num_dense_layers=2",
         "--parallelism.pipeline_parallel_layers=2,3",
+        "--moe.expert_bias_update_rate=1e-3",
+        "--training.steps=3",
     ]
-    rate = "--moe.expert_bias_update_rate=1e-3"
-    assert train(Degrees(pp=2, dp_shard=2), *overrides, rate, "--training.steps=3") == [None] * 4
+    train_into(tmp_path / "run", Degrees(pp=2, dp_shard=2), *overrides)
     points = read_lines(tmp_path / "run/metrics.jsonl")
     for point in (point for point in points if "moe/load_entropy" in point):
         assert len(point["moe/load_entropy"]) == len(point["moe/expert_bias_max"]) == 3
@@ -185,9 +167,9 @@ def test_load_of_all_experts_is_logged_by_a_stage_that_has_none(train, tmp_path)
     assert {"grad_norm/embedding", "grad_norm/head", "grad_norm/experts"} <= points[-1].keys()
 
 
-def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train, tmp_path):
-    frozen = ["--optimizer.freeze=model.embed*,model.layers.[012]*", "--checkpoint.interval=2"]
-    assert train(Degrees(pp=2), *frozen, "--training.steps=2") == [None] * 2
-    assert train(Degrees(pp=2, dp_shard=2), *frozen, "--training.steps=4") == [None] * 4
+def test_a_stage_in_which_nothing_is_trained_is_saved_and_resumed(train_into, tmp_path):
+    frozen = [FIVE, "--optimizer.freeze=model.embed*,model.layers.[012]*"]
+    for degrees, steps in ((Degrees(pp=2), 2), (Degrees(pp=2, dp_shard=2), 4)):
+        train_into(tmp_path / "run", degrees, *frozen, f"--training.steps={steps}")
     points = read_lines(tmp_path / "run/metrics.jsonl")
     assert [point["step"] for point in points if "loss/train" in point] == [1, 2, 3, 4]
