@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
 from tests.functional.conftest import weekly
 from titanlite.base.errors import VerifyError
@@ -42,34 +43,22 @@ UNEVEN = {"vocab_size": 2054, "hidden_size": 66, "num_experts": 8, "moe_intermed
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ep_dim", "fsdp_dim"),
-    [("FSDP4", None, 1), ("EP2xFSDP2", 0, 1)],
+    ("mesh", "expected"),
+    [("FSDP4", {"dp_shard": Shard(1)}), ("EP2xFSDP2", {"efsdp": Shard(1), "ep": Shard(0)})],
 )
 def test_experts_are_sharded_on_dim_1_where_there_are_more_ranks_than_experts(
-    run_ranks, checked, meshes, mesh, ep_dim, fsdp_dim
+    run_ranks, checked, meshes, mesh, expected
 ):
     job = checked(meshes[mesh], "--model.overrides.num_experts=2", "--model.overrides.top_k=1")
 
     def rank_main():
-        model = build_sharded(job)
-        materialize(model, "cpu", seed=SEED)
-        experts = model.model.layers[0].mlp.experts
-        return {
-            name: (
-                param.device_mesh.mesh_dim_names,
-                [(type(p).__name__, p.dim) for p in param.placements],
-            )
-            for name, param in experts.named_parameters()
-        }
+        experts = build_sharded(job).model.layers[0].mlp.experts
+        return [
+            dict(zip(param.device_mesh.mesh_dim_names, param.placements, strict=True))
+            for param in experts.parameters()
+        ]
 
-    for placements in run_ranks(4, rank_main):
-        for names, dims in placements.values():
-            found = dict(zip(names, dims, strict=True))
-            fsdp = [dim for name, dim in found.items() if name in ("dp_shard", "efsdp")]
-            assert fsdp == [("Shard", fsdp_dim)], found
-            assert [dim for name, dim in found.items() if name == "ep"] == (
-                [("Shard", ep_dim)] if ep_dim == 0 else []
-            )
+    assert run_ranks(4, rank_main) == [[expected] * 2] * 4
 
 
 def test_a_rank_draws_only_what_its_shard_needs(run_ranks, checked, meshes):
