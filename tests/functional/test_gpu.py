@@ -59,6 +59,29 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
+def results_of(function, inputs):
+    """Return the results of `function`, and the gradients of `inputs` for random ones of the
+    results.
+    """
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    torch.manual_seed(1)
+    douts = [torch.randn(x.shape, device="cuda").bfloat16().to(x) for x in results]
+    return [*results, *torch.autograd.grad(results, leaves, douts)]
+
+
+def assert_exact(function, inputs, bound, exact=None):
+    """Compare `results_of(function, inputs)` with float64: of `exact`, or of the function itself.
+    Return the results.
+    """
+    found = results_of(function, inputs)
+    expected = results_of(exact or function, [x.double() for x in inputs])
+    for place, (actual, wanted) in enumerate(zip(found, expected, strict=True)):
+        assert relative_error(actual, wanted) < bound, place
+    return found
+
+
 def assert_same_bits(run, expected, runs=20):
     for number in range(runs):
         pairs = zip(run(), expected, strict=True)
@@ -147,15 +170,9 @@ def test_sums_of_two_byte_products_are_float32():
 
 
 def test_projections_add_up_the_gradient_of_their_input():
-    leaves = [randn(2, 512, 256), *(randn(width, 256) for width in (512, 64, 64))]
-    exact = [tensor.double().requires_grad_() for tensor in leaves]
-    outs = linear_each(*(tensor.requires_grad_() for tensor in leaves))
-    expected = [exact[0] @ weight.T for weight in exact[1:]]
-    douts = [randn(*out.shape) for out in outs]
-    found = [*outs, *torch.autograd.grad(outs, leaves, douts)]
-    wanted = torch.autograd.grad(expected, exact, [dout.double() for dout in douts])
-    for actual, want in zip(found, [*expected, *wanted], strict=True):
-        assert relative_error(actual, want) < 4e-3  # the input's gradient is rounded three times
+    inputs = [randn(2, 512, 256), *(randn(width, 256) for width in (512, 64, 64))]
+    # the input's gradient is rounded three times
+    assert_exact(linear_each, inputs, 4e-3, lambda x, *weights: tuple(x @ w.T for w in weights))
 
 
 @pytest.mark.parametrize("top_k", [1, 8])
@@ -198,21 +215,17 @@ def test_flash_in_windows_and_with_sinks(window, has_sinks):
     than the window.
     """
     torch.manual_seed(0)
-    q, k, v = randn(2, 512, 8, 64), randn(2, 512, 2, 64), randn(2, 512, 2, 64)
-    sinks = torch.linspace(-3.0, 3.0, 8, device="cuda").bfloat16() if has_sinks else None
+    inputs = [randn(2, 512, heads, 64) for heads in (8, 2, 2)]
+    if has_sinks:
+        inputs.append(torch.linspace(-3.0, 3.0, 8, device="cuda").bfloat16())
     ids = torch.arange(512, device="cuda").expand(2, -1) // 200
-    weights = randn(2, 512, 8, 64)
-    found = []
-    for backend, dtype in (("varlen", torch.bfloat16), ("sdpa", torch.float64)):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        own = None if sinks is None else sinks.to(dtype).requires_grad_()
-        mask = build_attention_mask(ids, backend, dtype, window=window, has_sinks=has_sinks)
-        out = attention(*leaves, mask, 0.125, own)
-        wanted = [*leaves, own] if own is not None else leaves
-        grads = torch.autograd.grad((out * weights.to(dtype)).sum(), wanted)
-        found.append((out, *grads))
-    for actual, expected in zip(*found, strict=True):
-        assert relative_error(actual, expected) < 1e-2
+
+    def function(q, k, v, sinks=None):
+        backend = "varlen" if q.dtype == torch.bfloat16 else "sdpa"
+        mask = build_attention_mask(ids, backend, q.dtype, window=window, has_sinks=has_sinks)
+        return attention(q, k, v, mask, 0.125, sinks)
+
+    assert_exact(function, inputs, 1e-2)
 
 
 def test_draws_are_possible_with_deterministic_algorithms():
@@ -230,15 +243,9 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
     """
     torch.manual_seed(0)
     tokens, top_k, num_experts, hidden, inner = 16384, 8, 128, 2048, 768
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    gate_up = (
-        torch.randn(num_experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
-        * hidden**-0.5
-    )
-    down = (
-        torch.randn(num_experts, hidden, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
-    )
+    x, dout = randn(tokens, hidden), randn(tokens, hidden)
+    gate_up = randn(num_experts, 2 * inner, hidden) * hidden**-0.5
+    down = randn(num_experts, hidden, inner) * inner**-0.5
     chosen = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
     _, token, rows, offsets = group_by_expert(chosen, num_experts)
     weight = torch.rand(tokens * top_k, device="cuda")
@@ -347,19 +354,9 @@ def test_fused_kernels_have_the_values_of_float64_and_the_same_bits_in_every_run
         elementwise, "takes_kernels", lambda *x: calls.append(choose(*x)) or calls[-1]
     )
 
-    def run(inputs):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        results = function(*leaves)
-        results = results if isinstance(results, tuple) else (results,)
-        torch.manual_seed(1)
-        douts = [torch.randn(x.shape, device="cuda").bfloat16().to(x) for x in results]
-        return [*results, *torch.autograd.grad(results, leaves, douts)]
-
-    first, expected = run(inputs), run([x.double() for x in inputs])
+    first = assert_exact(function, inputs, 5e-3)
     assert calls in ([True, False], [])
-    for place, (actual, wanted) in enumerate(zip(first, expected, strict=True)):
-        assert relative_error(actual, wanted) < 5e-3, place
-    assert_same_bits(lambda: run(inputs), first)
+    assert_same_bits(lambda: results_of(function, inputs), first)
 
 
 @pytest.mark.parametrize(
@@ -475,19 +472,18 @@ def test_a_kernel_can_be_the_first_of_its_thread():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_cross_entropy_over_a_large_vocabulary(dtype, reduction):
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(300, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(151_936, 64, device="cuda", generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(151_936, (300,), device="cuda", generator=generator)
+    torch.manual_seed(0)
+    inputs = [torch.randn(rows, 64, device="cuda").to(dtype) for rows in (300, 151_936)]
+    labels = torch.randint(151_936, (300,), device="cuda")
     labels[7] = -100
-    loss = linear_cross_entropy(hidden, weight, labels, 128, reduction=reduction).sum()
-    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    expected = torch.nn.functional.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
-    bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(loss.double(), expected, rtol=bound, atol=0)
-    grads = torch.autograd.grad(loss, (hidden, weight))
-    for grad, wanted in zip(grads, torch.autograd.grad(expected, exact), strict=True):
-        assert (grad.double() - wanted).norm() <= bound * wanted.norm()
+
+    def function(hidden, weight):
+        if hidden.dtype == dtype:
+            return linear_cross_entropy(hidden, weight, labels, 128, reduction=reduction)
+        logits = hidden @ weight.T
+        return torch.nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+    assert_exact(function, inputs, 2e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_products_of_float32_are_no_tf32(monkeypatch):
