@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -47,28 +48,33 @@ def run_python(code, *arguments, timeout=120, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def run_to_end(
-    command,
-    *,
-    cwd,
-    env,
-    timeout_s,
-    join_outputs=False,
-):
-    """Run the command like `subprocess.run` with captured output; if it takes longer, fail with the
-    output so far.
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended by itself."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self):
+        return self.stdout + self.stderr
+
+
+def run_to_end(command, *, cwd, env, timeout_s):
+    """Run the command and return how it `Finished`; if it takes longer, fail with the output so
+    far.
 
     `subprocess.run` itself would keep waiting: it ends only the command, and ranks that hang keep
     its output open.
     """
-    stderr = subprocess.STDOUT if join_outputs else subprocess.PIPE
     process = subprocess.Popen(
         command,
         cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=stderr,
+        stderr=subprocess.PIPE,
         text=True,
         process_group=0,
     )
@@ -79,7 +85,7 @@ def run_to_end(
         out, err = process.communicate(timeout=60)
         if isinstance(error, subprocess.TimeoutExpired):
             raise AssertionError(
-                f"{command} did not end within {timeout_s} s:\n{out}\n{err or ''}"
+                f"{command} did not end within {timeout_s} s:\n{out}\n{err}"
             ) from None
         raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err or "")
+    return Finished(process.returncode, out, err)

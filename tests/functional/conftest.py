@@ -22,7 +22,7 @@ import pytest
 import torch
 from cluster import Launched
 from files import read_lines
-from processes import run_to_end
+from processes import Finished, run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.tensor import DTensor
@@ -571,19 +571,6 @@ def train_into(run_warm, checked):
     return train
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A process that ended by itself."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def output(self):
-        return self.stdout + self.stderr
-
-
 def run_forked(function):
     """Call `function()` in a fork, which has no process group and shares the imports."""
     process = multiprocessing.get_context("fork").Process(target=function)
@@ -639,7 +626,6 @@ def run_process(server):
             server.python if argument == sys.executable else argument for argument in arguments
         ]
         environment = server.environment(**(env or {}))
-        done = run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
-        return Finished(done.returncode, done.stdout, done.stderr)
+        return run_to_end(arguments, cwd=ROOT, env=environment, timeout_s=timeout_s)
 
     return run

@@ -72,11 +72,10 @@ def run_block(block, tree, server):
         cwd=tree,
         env=env,
         timeout_s=float(block.options.get("timeout", "300")),
-        join_outputs=True,
     )
     expected = int(block.options.get("exit", "0"))
-    assert done.returncode == expected, f"{block.where}:\n{block.script}\n{done.stdout[-4000:]}"
-    return done.stdout
+    assert done.returncode == expected, f"{block.where}:\n{block.script}\n{done.output[-4000:]}"
+    return done.output
 
 
 @pytest.mark.slow
