@@ -39,6 +39,7 @@ from titanlite.base.agree import gather_objects
 from titanlite.config import load_config
 from titanlite.config.parallelism import Degrees
 from titanlite.config.settings import find_setting, get_value
+from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.materialize import Init, Normal, materialize
 from titanlite.materialize.layout import is_remote, local_of
 from titanlite.materialize.plan import named_tensors
@@ -435,6 +436,22 @@ def digest(tensor):
 def take_step(trainer, step):
     """Train on the batches of `step`; return the result. Collective: every rank must call."""
     return trainer.parts.stepper.train_step(trainer.parts.loader.micro_batches(step))
+
+
+def forward_once(trainer):
+    """Return the losses of the first micro-batch. Collective: every rank must call."""
+    batch = trainer.parts.loader.micro_batches(0)[0]
+    return trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
+
+
+def backward_once(trainer, divisor=1):
+    """Give all parameters the gradients of the first micro-batch's summed loss; return its losses.
+    Collective: every rank must call.
+    """
+    losses = forward_once(trainer)
+    (losses.cross_entropy / divisor).backward()
+    reduce_replicated_grads(trainer.model.parameters(), trainer.parts.stepper.dims)
+    return losses
 
 
 def train_steps(trainer, steps):

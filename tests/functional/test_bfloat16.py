@@ -5,12 +5,11 @@ float32 gradients.
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from tests.functional.conftest import weekly
+from tests.functional.conftest import backward_once, weekly
+from tests.saving import whole
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
-from titanlite.distributed.grads import reduce_replicated_grads
 from titanlite.models.gated_delta import CoreDelta
 from titanlite.models.moe import Experts
 
@@ -31,15 +30,9 @@ def gradients(checked, degrees, *overrides):
             module.register_forward_pre_hook(
                 lambda _, args: entered.add((args[0].dtype, args[1].dtype))
             )
-    (batch,) = trainer.parts.loader.micro_batches(0)
-    losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
-    (losses.cross_entropy / 997).backward()  # a factor that bfloat16 cannot hold
-    reduce_replicated_grads(trainer.model.parameters(), trainer.parts.stepper.dims)
-    full = {}
-    for name, param in trainer.model.named_parameters():
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        full[name] = grad.double()
-    return full, entered
+    backward_once(trainer, 997)  # a factor that bfloat16 cannot hold
+    params = trainer.model.named_parameters()
+    return {name: whole(param.grad).double() for name, param in params}, entered
 
 
 @pytest.mark.parametrize("mesh", ["TP2xEP4", weekly("CP2xTP2")])
@@ -83,10 +76,7 @@ def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, override
                 module.register_forward_pre_hook(
                     lambda _, args: dtypes.add((args[0].dtype, *(w.dtype for w in args[3])))
                 )
-        (batch,) = trainer.parts.loader.micro_batches(0)
-        losses = trainer.model(batch.tokens, batch.labels, batch.positions, batch.document_ids)
-        losses.cross_entropy.backward()
-        total = losses.cross_entropy.detach().clone()
+        total = backward_once(trainer).cross_entropy.detach().clone()
         dist.all_reduce(total)
         return total.item() / degrees.ranks_per_sequence, dtypes
 

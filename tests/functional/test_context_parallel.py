@@ -7,49 +7,10 @@ Parity with one process is tested in test_parity_ladder.py and in the tests of e
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config import ModelConfig
-from titanlite.distributed.context_parallel import apply_context_parallel
-from titanlite.materialize import materialize
-from titanlite.models.decoder import build_decoder
-
-BATCH, SEQ_LEN, HEADS, LAYERS = 2, 16, 4, 2
-
-
-def build():
-    """Build a model with the same weights on every rank and in each call."""
-    model = build_decoder(
-        ModelConfig(
-            vocab_size=50,
-            hidden_size=24,
-            num_layers=LAYERS,
-            num_heads=HEADS,
-            num_kv_heads=2,
-            head_dim=8,
-            intermediate_size=32,
-            num_experts=4,
-            top_k=2,
-            moe_intermediate_size=16,
-            initializer_range=0.2,
-        )
-    )
-    materialize(model, "cpu", seed=3)
-    return model
-
-
-def batch():
-    """Return tokens, labels, positions and documents; the second row has two documents and
-    padding.
-    """
-    generator = torch.Generator().manual_seed(1)
-    tokens, labels = (torch.randint(0, 50, (BATCH, SEQ_LEN), generator=generator) for _ in range(2))
-    documents = torch.tensor([[0] * SEQ_LEN, [0] * 5 + [1] * 8 + [-1] * 3])
-    positions = torch.tensor([[*range(SEQ_LEN)], [*range(5), *range(8), *range(3)]])
-    labels[documents < 0] = -100
-    labels[0, 3] = -100
-    return tokens, labels, positions, documents
+from tests.functional.conftest import forward_once
+from titanlite.assemble import assemble
 
 
 class Called(TorchDispatchMode):
@@ -62,39 +23,36 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_rank_holds_its_piece_but_for_attention(run_ranks):
+def test_a_rank_holds_its_piece_but_for_attention(run_ranks, checked, meshes):
     """The two key/value heads are fewer than the ranks."""
-    ranks = 4
+    job = checked(meshes["CP4"])
+    ranks = job.degrees.cp
 
     def rank_main():
-        model = build()
-        apply_context_parallel(model, dist.group.WORLD)  # type: ignore[arg-type]
+        trainer = assemble(job)
         shapes = {}
 
-        def record(kind):
+        def record(kind, count):
             def before(_, args):
-                shapes.setdefault(kind, set()).update(
-                    tuple(x.shape) for x in args[:3] if isinstance(x, torch.Tensor)
-                )
+                shapes.setdefault(kind, set()).update(tuple(x.shape) for x in args[:count])
 
             return before
 
-        for layer in model.decoder_layers():
-            layer.register_forward_pre_hook(
-                lambda _, args: shapes.setdefault("layer", set()).add(tuple(args[0].shape))
-            )
-            layer.mlp.register_forward_pre_hook(record("moe"))
-            layer.self_attn.core_attention.register_forward_pre_hook(record("attention"))
+        for layer in trainer.model.decoder_layers():
+            layer.register_forward_pre_hook(record("layer", 1))
+            layer.mlp.register_forward_pre_hook(record("moe", 1))
+            layer.self_attn.core_attention.register_forward_pre_hook(record("attention", 3))
         with Called() as forward:
-            loss = model(*batch()).cross_entropy
+            losses = forward_once(trainer)
         with Called() as backward:
-            loss.backward()
+            losses.cross_entropy.backward()
         exchange = torch.ops.titanlite.all_to_all.default
         return shapes, forward.counts[exchange], backward.counts[exchange]
 
+    config, training = job.model_config, job.job.training
+    rows, length, heads = training.local_batch_size, training.seq_len, config.num_heads // ranks
     for shapes, forward, backward in run_ranks(ranks, rank_main):
-        piece, heads = SEQ_LEN // ranks, HEADS // ranks
-        assert shapes["layer"] == {(BATCH, piece, 24)}
-        assert shapes["moe"] == {(BATCH, piece, 24)}
-        assert heads == 1 and shapes["attention"] == {(BATCH, SEQ_LEN, heads, 8)}
-        assert forward == backward == 2 * LAYERS
+        piece = {(rows, length // ranks, config.hidden_size)}
+        assert shapes["layer"] == shapes["moe"] == piece
+        assert shapes["attention"] == {(rows, length, heads, config.head_dim)} and heads == 1
+        assert forward == backward == 2 * config.num_layers

@@ -9,16 +9,12 @@ import torch
 from traced_layers import TORCH_COMPILE_WARNINGS, Graphs
 
 import titanlite.train_step
-from tests.functional.conftest import take_step, train_steps, weekly
-from titanlite import assemble as build_order
+from tests.functional.conftest import backward_once, take_step, train_steps, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import Batch
-from titanlite.distributed import ParallelDims
-from titanlite.distributed.grads import clip_grad_norms, reduce_replicated_grads
-from titanlite.materialize import materialize
+from titanlite.distributed.grads import clip_grad_norms
 from titanlite.materialize.layout import local_of
-from titanlite.models.decoder import build_decoder
 from titanlite.optim.schedule import Schedule
 
 FULL_AC = "--activation_checkpoint.mode=full"
@@ -78,57 +74,22 @@ def test_replicas_are_summed_once_a_step_however_many_micro_batches(
         assert in_all == once > 0
 
 
-def test_balance_losses_weigh_the_same_whatever_part_of_the_tokens_has_labels(run_ranks, checked):
-    """Routers balance the tokens of prompts too, but not padding."""
-
-    def rank_main():
-        found = []
-        for num_labels in (32, 4):
-            configuration = checked(Degrees(dp_shard=2), "--moe.aux_loss_coeff=0.01")
-            trainer = assemble(configuration)
-            batch = trainer.parts.loader.micro_batches(0)[0]
-            labels = batch.labels.clone()
-            labels[:, num_labels:] = -100
-            ids = torch.zeros_like(batch.document_ids)
-            ids[:, 24:] = -1
-            positions = torch.arange(32).expand_as(ids)
-            result = trainer.parts.stepper.train_step([Batch(batch.tokens, labels, positions, ids)])
-            found.append(result.aux_loss.item())
-            trainer.metrics.close()
-        return found
-
-    for whole, part in run_ranks(2, rank_main):
-        # Each of the two layers has a loss of at least its coefficient for every token; with 8
-        # experts of which 2 are chosen, it has at most 4 times that.
-        assert part == whole and 2 * 0.01 <= whole <= 4 * 2 * 0.01
-
-
-def build_with_gradients(checked, shard):
-    """Build a model with the gradients of the sum of losses over TOKENS; each data-parallel rank
-    has its own rows.
-    """
-    model, rows = build_decoder(checked.model_config), TOKENS
-    if shard:
-        dims = ParallelDims.build(checked.degrees, "cpu")
-        build_order.shard(model, checked.job, dims, "cpu")
-        rows = TOKENS.chunk(checked.degrees.dp)[dims.dp_rank]
-    materialize(model, "cpu", seed=1)
-    model(rows, rows).cross_entropy.backward()
-    if shard:
-        reduce_replicated_grads(model.parameters(), dims)
-    return model
-
-
 @pytest.mark.parametrize("mesh", ["HSDP2xTP2xEP2", "CP2xTP2xEP4"])
 def test_clip_grad_norm_scales_all_shards_to_the_norm_of_one_process(
     run_ranks, checked, meshes, mesh
 ):
-    job = checked(meshes[mesh])
-    one = build_with_gradients(job, shard=False)
-    expected = torch.nn.utils.get_total_norm([param.grad for param in one.parameters()])
+    def build(degrees):
+        trainer = assemble(checked(degrees, f"--training.local_batch_size={8 // degrees.dp}"))
+        backward_once(trainer)
+        return list(trainer.model.parameters())
+
+    def one_process():
+        return torch.nn.utils.get_total_norm([param.grad for param in build(Degrees())])
+
+    (expected,) = run_ranks(1, one_process)
 
     def rank_main():
-        params = list(build_with_gradients(job, shard=True).parameters())
+        params = build(meshes[mesh])
         before = [local_of(param.grad).clone() for param in params]
         only_computed = clip_grad_norms({"": params}, 0.0)[0]
         unclipped = clip_grad_norms({"": params}, 2 * expected.item())[0]
@@ -246,14 +207,7 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
 
     def rank_main():
         trainer = assemble(job)
-        batches = trainer.parts.loader.micro_batches(0)
-        losses = trainer.model(
-            *(
-                getattr(batches[0], name)
-                for name in ("tokens", "labels", "positions", "document_ids")
-            )
-        )
-        losses.cross_entropy.backward()
+        backward_once(trainer)
         trainer.parts.stepper.balancer.accumulate()
         before, counts = snapshot(trainer), trainer.parts.stepper.balancer.counts.clone()
         gates = [moe.gate.tokens_per_expert.clone() for moe in trainer.model.moe_layers().values()]
@@ -277,33 +231,42 @@ def test_validation_touches_neither_counts_nor_weights(run_ranks, checked, meshe
 
 
 def test_padding_is_neither_counted_nor_trained(run_ranks, checked, meshes):
-    """The token ids under padding do not change the loss, the gradient norm or a count."""
-    degrees = meshes["TP2xEP2 only"]
+    """The token ids under padding do not change the loss, the gradient norm or a count. Routers
+    balance the tokens of prompts too: which tokens have labels changes neither the balance losses
+    nor their gradients, which are all that counts if the coefficient is large.
+    """
+    degrees = meshes["TP2xEP2"]
     job = checked(degrees, FULL_AC, "--moe.aux_loss_coeff=0.01", "--moe.z_loss_coeff=0.001")
+    balance = checked(degrees, "--moe.aux_loss_coeff=1e6")
 
-    def padded(filler):
+    def step(job, filler=0, num_labels=32):
         tokens, positions = TOKENS[:2].clone(), torch.arange(32).expand(2, -1).clone()
         documents, labels = torch.zeros_like(tokens), TOKENS[1:3].clone()
+        labels[:, num_labels:] = -100
         for row, length in enumerate((13, 27)):
             tokens[row, length:], labels[row, length:], documents[row, length:] = filler, -100, -1
-        return [Batch(tokens, labels, positions, documents)]
-
-    def step(filler):
         trainer = assemble(job)
-        result = trainer.parts.stepper.train_step(padded(filler))
+        result = trainer.parts.stepper.train_step([Batch(tokens, labels, positions, documents)])
         trainer.metrics.close()
-        return result.loss.item(), result.grad_norm.item(), result.tokens_per_expert.tolist()
+        values = (result.loss, result.grad_norm, result.aux_loss)
+        return [value.item() for value in values], result.tokens_per_expert.tolist()
 
-    results = run_ranks(degrees.world_size, lambda: (step(0), step(200)))
-    for (loss, norm, counts), (other_loss, other_norm, other_counts) in results:
+    def rank_main():
+        return step(job), step(job, filler=200), step(balance), step(balance, num_labels=4)
+
+    for (values, counts), (others, other_counts), *balanced in run_ranks(4, rank_main):
         # Rows are grouped by expert together with the padding, so float32 sums may be blocked
         # differently.
-        assert loss == pytest.approx(other_loss, rel=1e-6)
-        assert norm == pytest.approx(other_norm, rel=1e-6)
+        assert others == pytest.approx(values, rel=1e-6)
         assert counts == other_counts
         assert [sum(layer) for layer in counts] == [(13 + 27) * 2 * degrees.dp] * 2, (
             "2 experts per real token"
         )
+        ((_, *whole), whole_counts), ((_, *few), few_counts) = balanced
+        assert few == pytest.approx(whole, rel=1e-3) and few_counts == whole_counts
+        # Each of the two layers has a balance loss of at least its coefficient for every token;
+        # with 8 experts of which 2 are chosen, it has at most 4 times that.
+        assert few[1] == whole[1] and 2e6 <= whole[1] <= 4 * 2e6
 
 
 # --- compiled layers
