@@ -17,10 +17,7 @@ class Document(NamedTuple):
     prompt: int
 
 
-Pair = tuple[Document, Document]
-
-
-def random_pairs(count, vocab_size, seed=0, longest=5):
+def random_pairs(count, vocab_size, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
@@ -31,8 +28,8 @@ def random_pairs(count, vocab_size, seed=0, longest=5):
 
     pairs = []
     for _ in range(count):
-        prompt = tokens(draw(1, longest))
-        documents = [Document(prompt + tokens(draw(1, longest)), len(prompt)) for _ in range(2)]
+        prompt = tokens(draw(1, 5))
+        documents = [Document(prompt + tokens(draw(1, 5)), len(prompt)) for _ in range(2)]
         pairs.append((documents[0], documents[1]))
     return pairs
 
@@ -65,13 +62,14 @@ def log_prob(model, document):
     return torch.stack([log_probs[i - 1, document.tokens[i]] for i in answer]).sum()
 
 
-def direct_dpo(policy, reference, pairs, beta, smoothing=0.0):
-    """Return the mean loss over the pairs and mean metrics; `reference(document)` gives
-    log-probabilities.
-    """
+def direct_dpo(policy, reference, pairs, beta, smoothing):
+    """Return the mean loss over the pairs and mean metrics; both models are of transformers."""
     losses, chosen, rejected = [], [], []
     for pair in pairs:
-        rewards = [beta * (log_prob(policy, document) - reference(document)) for document in pair]
+        rewards = [
+            beta * (log_prob(policy, document) - log_prob(reference, document).detach())
+            for document in pair
+        ]
         margin = rewards[0] - rewards[1]
         losses.append(-(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin))
         chosen.append(rewards[0].item())

@@ -21,7 +21,7 @@ import numpy.ma  # noqa: F401
 import pytest
 import torch
 from cluster import Launched
-from files import read_lines
+from files import read_lines, write_lines
 from processes import Finished, run_to_end
 from rank_server import RankServer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -287,6 +287,32 @@ def examples(tmp_path_factory, cache_folder):
         "--model.init=random",
         "--training.seq_len=128",
         f"--data.cache_folder={cache_folder}",
+    ]
+
+
+def path_of(overrides):
+    """Return `data.path` of `overrides`."""
+    return dict(override.split("=", 1) for override in overrides)["--data.path"]
+
+
+@pytest.fixture
+def pairs(examples, tmp_path):
+    """Overrides for 40 preference pairs with the tokenizer of `examples`."""
+    rows = [
+        {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
+        for i in range(40)
+    ]
+    write_lines(tmp_path / "pairs.jsonl", rows)
+    return [*examples, f"--data.path={tmp_path / 'pairs.jsonl'}", "--training.objective=dpo"]
+
+
+def documents_of(loader, step):
+    """Return (tokens, labels) of every document in the batches of a step, each by itself."""
+    return [
+        (tokens[ids == i], labels[ids == i])
+        for batch in loader.micro_batches(step)
+        for tokens, labels, ids in zip(batch.tokens, batch.labels, batch.document_ids, strict=True)
+        for i in range(int(ids.max()) + 1)
     ]
 
 

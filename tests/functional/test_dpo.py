@@ -4,23 +4,21 @@ implementation.
 
 import copy
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from files import file_digest, read_lines
-from preference_pairs import direct_dpo, log_prob, pack, random_pairs
+from preference_pairs import Document, direct_dpo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import titanlite.assemble
 import titanlite.train_step
-from tests.functional.conftest import take_step, weekly
+from tests.functional.conftest import documents_of, take_step, weekly
 from tests.saving import whole
-from titanlite.assemble import assemble
+from titanlite.assemble import assemble, build_data
 from titanlite.config.parallelism import Degrees
-from titanlite.data.loader import TrainLoader, ValidationSet
+from titanlite.data.dataset import IGNORE_INDEX
 from titanlite.features.tools import verify
 from titanlite.features.verify import read_certificate
 from titanlite.materialize import materialize
@@ -31,10 +29,9 @@ from titanlite.models.families import family_of
 
 BOUND = 1e-5  # what the issue asks for
 BETA, SMOOTHING = 0.5, 0.2
-VOCAB_SIZE, SEQ_LEN, ROWS = 310, 32, 8
+ROWS = 8
 DPO = [
-    "--model.init=random",
-    "--training.objective=dpo",
+    "--training.seq_len=64",
     f"--dpo.beta={BETA}",
     f"--dpo.label_smoothing={SMOOTHING}",
     "--training.max_norm=0",
@@ -46,59 +43,9 @@ QWEN3 = ["--model.name=qwen3"]
 TRANSFORMERS = ["--model.implementation=transformers"]  # its weights are drawn by the same names
 
 
-def rows_of(step):
-    """8 rows of one or two pairs."""
-    pairs = random_pairs(2 * ROWS, VOCAB_SIZE, seed=step, longest=4)
-    return [pairs[2 * row : 2 * row + 1 + row % 2] for row in range(ROWS)]
-
-
-class PairLoader:
-    """The trainer's loader, with rows of pairs: the same global batch on every mesh."""
-
-    fingerprint = "pairs by hand"
-    global_batch_size = ROWS
-    mixture = ""
-
-    def __init__(self, dp_rank, dp_degree, local_batch_size):
-        self._dp_rank, self._dp_degree, self._local = dp_rank, dp_degree, local_batch_size
-        self.local_batch_size, self.num_micro_batches = (
-            local_batch_size,
-            ROWS // (local_batch_size * dp_degree),
-        )
-        self.dataset = SimpleNamespace(
-            vocab_size=VOCAB_SIZE, form="preference", num_train_sequences=None
-        )
-
-    def micro_batches(self, step):
-        rows = rows_of(step)
-        each = self._local * self._dp_degree
-        starts = range(self._dp_rank * self._local, ROWS, each)
-        return [pack(rows[start : start + self._local], SEQ_LEN) for start in starts]
-
-    def validation_sets(self, num_steps):
-        return [ValidationSet("", 1.0, self.validation_batches(num_steps))]
-
-    def validation_batches(self, num_steps):
-        yield from self.micro_batches(1000)
-
-    coming_batches = TrainLoader.coming_batches
-
-    def samples_before(self, step):
-        return step * ROWS
-
-    def get_taken(self, step):
-        return {}
-
-    def start_from(self, step, samples, skip_to, *_):
-        assert samples == step * ROWS
-
-
-@pytest.fixture(autouse=True)
-def pairs_instead_of_text(monkeypatch):
-    def build(job, dataset, dp_rank, dp_degree, *_):
-        return PairLoader(dp_rank, dp_degree, job.training.local_batch_size)
-
-    monkeypatch.setattr(titanlite.assemble, "build_loader", build)
+@pytest.fixture
+def dpo(pairs):
+    return [*pairs, *DPO]
 
 
 def is_moved(name):
@@ -116,8 +63,10 @@ def move(model):
                 (param.to_local() if isinstance(param, DTensor) else param).mul_(3.0)
 
 
-def expected_step(job, step):
-    """Compute loss, metrics and gradients with transformers, one document at a time."""
+def expected_step(job):
+    """Compute loss, metrics and gradients of the first step with transformers, one document at a
+    time.
+    """
     config = job.model_config
     ours = build_decoder(config)
     materialize(ours, "cpu", seed=job.job.training.seed)
@@ -132,14 +81,13 @@ def expected_step(job, step):
     initial.load_state_dict(state, strict=True)
     policy = copy.deepcopy(initial)
     move(policy)
-    pairs = [pair for row in rows_of(step) for pair in row]
-    with torch.no_grad():
-        reference = {
-            id(document): log_prob(initial, document) for pair in pairs for document in pair
-        }
-    loss, metrics = direct_dpo(
-        policy, lambda document: reference[id(document)], pairs, BETA, SMOOTHING
-    )
+    documents = [
+        Document(tokens.tolist(), int((labels != IGNORE_INDEX).nonzero()[0]) + 1)
+        for tokens, labels in documents_of(build_data(job.job, 0, 1)[1], 0)
+    ]
+    pairs = list(zip(documents[::2], documents[1::2], strict=True))
+    assert len(pairs) > ROWS, "rows have several pairs"
+    loss, metrics = direct_dpo(policy, initial, pairs, BETA, SMOOTHING)
     loss.backward()
     return loss.item(), metrics, {name: param.grad for name, param in policy.named_parameters()}
 
@@ -155,11 +103,11 @@ def expected_step(job, step):
         ("EP2", TRANSFORMERS),
     ],
 )
-def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, family):
+def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, dpo, mesh, family):
     degrees = meshes[mesh]
     local = ROWS // degrees.dp // 2  # two micro-batches
     job = checked(
-        degrees, *DPO, *family, f"--training.local_batch_size={local}", "--training.steps=2"
+        degrees, *dpo, *family, f"--training.local_batch_size={local}", "--training.steps=2"
     )
     gradients = {}
     step = titanlite.train_step.step_if_finite
@@ -188,9 +136,9 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
         )
 
     native = checked(
-        degrees, *DPO, *(family if family is not TRANSFORMERS else []), "--training.steps=2"
+        degrees, *dpo, *(family if family is not TRANSFORMERS else []), "--training.steps=2"
     )
-    loss, metrics, wanted = expected_step(native, 0)
+    loss, metrics, wanted = expected_step(native)
     assert abs(metrics["rewards/margin"]) > 1e-3, "policy and reference are too near"
     ranks = run_ranks(degrees.world_size, rank_main)
     for found_loss, found_metrics, _ in ranks:
@@ -205,10 +153,10 @@ def test_loss_and_gradients_equal_the_formula(run_ranks, checked, meshes, mesh, 
         assert error <= BOUND, f"{name}: {error:.1e}"
 
 
-def test_resumed_run_has_the_same_reference(train_into, meshes, tmp_path):
+def test_resumed_run_has_the_same_reference(train_into, meshes, dpo, tmp_path):
     """The reference is the initial model, which is built again, and not the resumed model."""
     overrides = [
-        *DPO,
+        *dpo,
         *QWEN3,
         "--training.local_batch_size=4",
         "--training.steps=4",
@@ -232,7 +180,9 @@ def test_resumed_run_has_the_same_reference(train_into, meshes, tmp_path):
     assert all(word in text for word in ("rewards/accuracy", "rewards/margin", "loss/validation"))
 
 
-def test_stages_of_a_pipeline_have_the_reference_of_one_process(train_into, pretrained, tmp_path):
+def test_stages_of_a_pipeline_have_the_reference_of_one_process(
+    train_into, pretrained, dpo, tmp_path
+):
     """Each training forward contains a reference forward, which has adapters off and no gradients,
     and goes through the stages too.
     """
@@ -253,7 +203,7 @@ def test_stages_of_a_pipeline_have_the_reference_of_one_process(train_into, pret
             "--training.local_batch_size=2",
             "--training.steps=2",
         ]
-        train_into(folder, degrees, *DPO, *lora, *validation, *sizes)
+        train_into(folder, degrees, *dpo, *lora, *validation, *sizes)
         found.append(read_lines(folder / "metrics.jsonl"))
     one, many = found
     assert len(one) == len(many) and {"loss/validation", "rewards/margin"} <= {

@@ -10,7 +10,7 @@ import pytest
 from files import read_json
 from transformers import AutoTokenizer
 
-from tests.functional.conftest import values_of, weekly
+from tests.functional.conftest import path_of, values_of, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.tokenizer import load_tokenizer
@@ -57,16 +57,10 @@ def global_batches(ranks):
     return [sorted(row for rank in ranks for row in rank[step]) for step in range(len(ranks[0]))]
 
 
-def get_path(examples):
-    return next(setting for setting in examples if setting.startswith("--data.path=")).partition(
-        "="
-    )[2]
-
-
 @pytest.mark.parametrize("sources", [True, weekly(False)])
 def test_resumed_on_another_world_size_the_stream_is_the_same(train, examples, tmp_path, sources):
     if sources:
-        path = get_path(examples)
+        path = path_of(examples)
         lines = Path(path).read_text().splitlines(keepends=True)
         (tmp_path / "more.jsonl").write_text(
             "".join(line.replace("what", "is it not") for line in lines[:30])

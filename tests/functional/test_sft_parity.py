@@ -2,79 +2,21 @@
 torch's AdamW.
 """
 
-import json
-import random
-import runpy
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
-from tests.functional.conftest import NO_PRESET, take_step, weekly
-from titanlite.assemble import assemble
-from titanlite.base.process import environment_kept
-from titanlite.config.parallelism import Degrees
-from titanlite.data.dataset import IGNORE_INDEX, Batch
+from tests.functional.conftest import NO_PRESET, documents_of, take_step, weekly
+from titanlite.assemble import assemble, build_data
+from titanlite.data.dataset import IGNORE_INDEX
 
-ROOT = Path(__file__).parents[2]
 STEPS, ROWS, LR, BETAS, DECAY, MAX_NORM = 6, 8, 1e-2, (0.9, 0.95), 0.1, 1.0
 
 
-@pytest.fixture(scope="module")
-def model_and_rows(tmp_path_factory):
-    """A tiny random Qwen3-MoE in Hugging Face format, and 400 chats about numbers for its
-    tokenizer.
+def reference_losses(model_folder, steps):
+    """Return the loss of every step of a plain loop over the documents of each of `steps`,
+    unpacked.
     """
-    folder = tmp_path_factory.mktemp("sft")
-    with (
-        environment_kept()
-    ):  # it sets variables, and the server of ranks refuses others than its own
-        arithmetic = runpy.run_path(str(ROOT / "scripts" / "arithmetic" / "make_arithmetic.py"))
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    sizes |= {"head_dim": 8, "intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 8}
-    config = Qwen3MoeConfig(
-        **sizes,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        vocab_size=32,
-        initializer_range=0.1,
-        bos_token_id=None,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
-    arithmetic["make_tokenizer"]().save_pretrained(folder / "model")
-    rng = random.Random(0)
-    rows = []
-    for _ in range(400):
-        messages = []
-        for _ in range(rng.randint(1, 3)):
-            a, b = rng.randint(0, 999), rng.randint(0, 99)
-            messages += [
-                {"role": "user", "content": f"{a}+{b}"},
-                {"role": "assistant", "content": str(a + b)},
-            ]
-        rows.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chats.jsonl").write_text("".join(rows))
-    return folder / "model", folder / "chats.jsonl"
-
-
-def documents_of(batch):
-    """Return (tokens, labels) of every document in `batch` by itself."""
-    found = []
-    for tokens, labels, ids in zip(batch.tokens, batch.labels, batch.document_ids, strict=True):
-        found += [(tokens[ids == i], labels[ids == i]) for i in range(int(ids.max()) + 1)]
-    return found
-
-
-def reference_losses(model_folder, batches):
-    """Return the loss of every step of a plain loop over the documents of `batches`, unpacked."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.float32, experts_implementation="eager"
     )
@@ -83,10 +25,10 @@ def reference_losses(model_folder, batches):
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=1e-8)
     losses = []
-    for batch in batches:
-        count = (batch.labels != IGNORE_INDEX).sum()
+    for documents in steps:
+        count = sum((labels != IGNORE_INDEX).sum() for _, labels in documents)
         total = 0.0
-        for tokens, labels in documents_of(batch):
+        for tokens, labels in documents:
             logits = model(input_ids=tokens.unsqueeze(0)).logits[0]
             loss = (
                 torch.nn.functional.cross_entropy(
@@ -115,23 +57,21 @@ def test_steps_are_those_of_a_plain_loop(
     run_ranks,
     checked,
     meshes,
-    model_and_rows,
-    cache_folder,
+    pretrained,
+    examples,
     once,
     mesh,
     packing,
 ):
-    model_folder, rows = model_and_rows
+    model_folder = pretrained("base", 0.1)
     degrees = meshes[mesh]
     job = checked(
         degrees,
         *NO_PRESET,
+        *examples,
         f"--checkpoint.initial_load_path={model_folder}",
-        "--data.dataset=examples",
-        f"--data.path={rows}",
+        "--model.init=auto",
         f"--data.packing={packing}",
-        f"--data.cache_folder={cache_folder}",
-        "--training.seq_len=96",
         f"--training.steps={STEPS}",
         f"--training.global_batch_size={ROWS}",
         f"--training.max_norm={MAX_NORM}",
@@ -149,22 +89,11 @@ def test_steps_are_those_of_a_plain_loop(
         trainer = assemble(job)
         return [take_step(trainer, step).loss.item() for step in range(STEPS)]
 
-    def global_batches():
-        # One process reads all batches that the ranks read together.
-        loader = assemble(replace(job, degrees=Degrees())).parts.loader
-        found = []
-        for step in range(STEPS):
-            parts = loader.micro_batches(step)
-            columns = zip(
-                *((b.tokens, b.labels, b.positions, b.document_ids) for b in parts), strict=True
-            )
-            found.append(Batch(*(torch.cat(column) for column in columns)))
-        return found
-
     def plain_losses():
-        (batches,) = run_ranks(1, global_batches)
-        assert (max(int(batch.document_ids.max()) for batch in batches) > 0) == (packing == "true")
-        return reference_losses(model_folder, batches)
+        _, loader = build_data(job.job, 0, 1)  # all batches that the ranks read together
+        steps = [documents_of(loader, step) for step in range(STEPS)]
+        assert (len(steps[0]) > ROWS) == (packing == "true")
+        return reference_losses(model_folder, steps)
 
     losses = run_ranks(degrees.world_size, rank_main)
     expected = once(packing, plain_losses)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from files import write_lines
 
-from tests.functional.conftest import weekly
+from tests.functional.conftest import path_of, weekly
 from titanlite.assemble import assemble
 from titanlite.config.parallelism import Degrees
 from titanlite.data.dataset import get_sources
@@ -110,19 +110,9 @@ def test_chats(validate, one_by_one, meshes, examples, packing):
         assert found == pytest.approx(expected, rel=BOUND)
 
 
-def test_pairs_count_once(validate, one_by_one, meshes, examples, tmp_path):
+def test_pairs_count_once(validate, one_by_one, meshes, pairs):
     """Padding does not count as a pair."""
-    rows = [
-        {"prompt": f"what is {i}", "chosen": "one " * (1 + i % 4), "rejected": "two"}
-        for i in range(40)
-    ]
-    write_lines(tmp_path / "pairs.jsonl", rows)
-    data = [
-        *examples,
-        f"--data.path={tmp_path / 'pairs.jsonl'}",
-        "--training.objective=dpo",
-        "--data.packing=false",
-    ]
+    data = [*pairs, "--data.packing=false"]
     data += ["--dpo.label_smoothing=0.1", "--data.validation_share=0.17"]
     expected = one_by_one(*data)
     found = validate(meshes["PP2"], *data, ANY_BATCH, "--training.local_batch_size=2")
@@ -134,11 +124,6 @@ def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path, mixed):
     """The sources have different sizes and lengths, and no size is a multiple of the rows that 2
     ranks take at once.
     """
-    chats = next(
-        option.removeprefix("--data.path=")
-        for option in examples
-        if option.startswith("--data.path=")
-    )
     for name, count in (("more", 50), ("held_out", 13)):
         rows = [
             {"prompt": f"{name} {i}", "completion": " one and two" * (1 + i % 5)}
@@ -154,7 +139,7 @@ def test_streams_and_mixtures(validate, one_by_one, examples, tmp_path, mixed):
     if mixed:
         data += [
             "--data.path=",
-            f"--data.sources.chats.path={chats}",
+            f"--data.sources.chats.path={path_of(examples)}",
             "--data.sources.chats.weight=2",
         ]
         data += [
