@@ -60,6 +60,13 @@ FAMILIES = {
         "--training.seq_len=16",
     ],
     "deep": ["--moe.expert_bias_update_rate=0.01", "--model.overrides.num_layers=5"],
+    # One FSDP unit is partly frozen, another one wholly; experts on their own mesh are partly
+    # frozen, and so are norms, which tp replicates.
+    "frozen": [
+        "--optimizer.freeze=model.embed_tokens*, *.mlp.gate.*, *.0.mlp.experts.down_proj, "
+        "model.layers.1.*norm*",
+        "--optimizer.lr_multipliers=lm_head*=0.5, *.experts.*=2",
+    ],
     "no_balance": ["--moe.expert_bias_update_rate=none", "--moe.aux_loss_coeff=0"],
     # a balance loss, from random weights
     "default_balance": ["--moe.expert_bias_update_rate=none"],
@@ -192,6 +199,8 @@ FSDP4          qwen3_5                 1 weekly
 TP2xFSDP2      qwen3_5                 1 attention_kept weekly
 EP2xFSDP2      qwen3_5_moe             2 selective_ac weekly
 TP2xEP2        qwen3_5_moe             1
+TP2xEP2        frozen                  2 full_ac
+FSDP4          frozen                  2 full_ac weekly
 TP2xEP4        dots1                   1 attention_kept weekly
 TP2xEP2        balance_losses          2 full_ac weekly
 TP2xFSDP2      dots1_balance_losses    2 full_ac weekly
