@@ -169,36 +169,36 @@ def test_training_is_that_of_the_rounded_weights(
     assert in_blocks.losses != pytest.approx(unrounded.losses, rel=1e-4), "nothing was rounded"
 
 
-def test_published_fp8_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
-    """Nothing is rounded a second time, even if shards cut the blocks of 128 rows."""
-    folder = tmp_path / "fp8"
-    shutil.copytree(base_of("qwen3_moe"), folder)
-    write_fp8(folder, (128, 128))
-    (dequantized,) = warm_run(Degrees(), *settings(folder, "qwen3_moe", "float32"), steps=STEPS)
-    fp8, given = BLOCK_FORMATS["fp8"], settings(folder, "qwen3_moe", "fp8", TWO)
-    kept = warm_run(meshes["FSDP2"], *given, steps=STEPS)[0]
+DOWN = "model.layers.1.mlp.experts.down_proj"
+PUBLISHED = {
+    "fp8": (
+        "qwen3_moe",
+        "FSDP2",
+        lambda folder: write_fp8(folder, (128, 128)),
+        [DOWN, "model.layers.0.self_attn.q_proj.weight"],
+    ),
+    "mxfp4": ("gpt_oss", "TP2xEP2 only", lambda folder: write_mxfp4(folder, (119, 123)), [DOWN]),
+}
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_published_blocks_are_kept_as_they_are(warm_run, base_of, meshes, tmp_path, form):
+    """Each rank reads its own blocks, and trains on the values that they encode. Nothing is rounded
+    a second time, even if shards cut the blocks of 128 rows.
+    """
+    model_name, mesh, write, names = PUBLISHED[form]
+    folder = tmp_path / form
+    shutil.copytree(base_of(model_name), folder)
+    write(folder)
+    (dequantized,) = warm_run(Degrees(), *settings(folder, model_name, "float32"), steps=STEPS)
+    given = settings(folder, model_name, form, TWO)
+    kept = warm_run(meshes[mesh], *given, steps=STEPS)[0]
     assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
-    for name in ("model.layers.1.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj.weight"):
+    for name in names:
         plain = dequantized.weights[name]
-        assert torch.equal(
-            decode_blocks(kept.weights[name], fp8, plain.shape[-1], torch.float32), plain
-        ), name
-
-
-def test_published_mxfp4_is_kept_as_it_is(warm_run, base_of, meshes, tmp_path):
-    """Each rank reads its own blocks, and trains on the values that they encode."""
-    folder = tmp_path / "mxfp4"
-    shutil.copytree(base_of("gpt_oss"), folder)
-    expected = write_mxfp4(folder, (119, 123))
-    (dequantized,) = warm_run(Degrees(), *settings(folder, "gpt_oss", "float32"), steps=STEPS)
-    name = "model.layers.1.mlp.experts.down_proj"
-    plain = dequantized.weights[name]
-    assert torch.equal(plain.mT, expected[name])
-    mxfp4, given = BLOCK_FORMATS["mxfp4"], settings(folder, "gpt_oss", "mxfp4", TWO)
-    kept = warm_run(meshes["TP2xEP2 only"], *given, steps=STEPS)[0]
-    assert kept.losses == pytest.approx(dequantized.losses, rel=RELATIVE_TOLERANCE)
-    found = decode_blocks(kept.weights[name], mxfp4, plain.shape[-1], torch.float32)
-    assert torch.equal(found, plain)
+        layout, width = BLOCK_FORMATS[form], plain.shape[-1]
+        found = decode_blocks(kept.weights[name], layout, width, torch.float32)
+        assert torch.equal(found, plain), name
 
 
 def test_bfloat16_matmuls_and_memory(run_ranks, checked, base_of):
