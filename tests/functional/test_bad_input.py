@@ -2,8 +2,6 @@
 rank ends.
 """
 
-import sys
-
 import pytest
 
 from titanlite.base.errors import NOTICE_FOLDER
@@ -11,13 +9,6 @@ from titanlite.rank import main
 
 # The check takes a fraction of a second; the rest is for a machine that is busy with other work.
 PREFLIGHT_TIMEOUT_S = 20
-
-
-def preflight(run_process, *arguments, world_size=4):
-    return run_process(
-        [sys.executable, "-m", "titanlite.preflight", "--world-size", str(world_size), *arguments],
-        PREFLIGHT_TIMEOUT_S,
-    )
 
 
 def assert_one_error(done, *words):

@@ -26,7 +26,6 @@ MODEL, SIDECAR, MASTERS = (
     "titanlite/expert_bias.safetensors",
     "titanlite/weights.safetensors",
 )
-OPTIMIZER, STATE = "titanlite/optimizer.safetensors", "titanlite/train_state.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 BESIDE = {

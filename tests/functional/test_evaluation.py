@@ -62,18 +62,12 @@ def train_with_losses(job, losses):
 
 
 @pytest.fixture
-def train(
-    run_ranks,
-    run_warm,
-    checked,
-):
-    """`train(degrees, *overrides)` -> the folder of a run that `Trainer.train` has finished; with
-    `patched`, the ranks see the test's patches.
-    """
+def train(run_warm, checked):
+    """`train(degrees, *overrides)` -> the folder of a run that `Trainer.train` has finished."""
 
-    def run(degrees, *overrides, losses=None, patched=False):
+    def run(degrees, *overrides, losses=None):
         job = checked(degrees, *BASE, *overrides)
-        (run_ranks if patched else run_warm)(degrees.world_size, train_with_losses, job, losses)
+        run_warm(degrees.world_size, train_with_losses, job, losses)
         return Path(job.job.job.dump_folder)
 
     return run

@@ -228,14 +228,11 @@ def test_one_forward_of_one_token_per_row_and_step(run_ranks, load):
 
 
 @pytest.mark.parametrize("setting", ["activation_checkpoint.mode=selective", "compile.enable=true"])
-def test_with_what_training_wraps_around_layers(run_ranks, references, checked, setting):
+def test_with_what_training_wraps_around_layers(run_ranks, references, load, setting):
     """A compiled layer runs uncompiled: its shapes change with every token."""
-    job = checked(Degrees(), f"--{setting}")
 
     def rank_main():
-        model, dims = build_decoder(job.model_config), ParallelDims.build(job.degrees, "cpu")
-        shard(model, job.job, dims, "cpu")
-        materialize(model, "cpu", [hf_checkpoint(references["qwen3_moe"].folder, job.model_config)])
+        model, dims = load("qwen3_moe", Degrees(), f"--{setting}")
         return tokens_of(generate(model, PROMPTS, max_new_tokens=NEW, device=CPU, dims=dims))
 
     assert run_ranks(1, rank_main) == [references["qwen3_moe"].tokens]

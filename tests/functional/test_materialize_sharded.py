@@ -27,13 +27,10 @@ from titanlite.models.decoder import build_decoder
 SEED = 7
 
 
-def build_sharded(checked, prepare=lambda model: None):
-    """Build on meta, call `prepare(model)`, shard; nothing is materialized yet. Collective: every
-    rank must call.
-    """
+def build_sharded(checked):
+    """Build on meta and shard; nothing is materialized yet. Collective: every rank must call."""
     dims = ParallelDims.build(checked.degrees, "cpu")
     model = build_decoder(checked.model_config)
-    prepare(model)
     parallelize(model, checked.job, dims, "cpu")
     return model
 
