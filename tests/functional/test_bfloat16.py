@@ -18,19 +18,28 @@ BF16 = "--training.mixed_precision_param=bfloat16"
 LONG = "--training.seq_len=128"
 
 
+def backward_of(checked, degrees, cls, dtypes_of, *overrides):
+    """Take the backward of one micro-batch; return the trainer, the losses, and the set of what
+    `dtypes_of` returned for the arguments of every forward of a `cls`.
+    """
+    trainer = assemble(
+        checked(degrees, f"--training.local_batch_size={8 // degrees.dp}", *overrides)
+    )
+    found = set()
+    for module in trainer.model.modules():
+        if isinstance(module, cls):
+            module.register_forward_pre_hook(lambda _, args: found.add(dtypes_of(args)))
+    losses = backward_once(trainer, 997)  # a factor that bfloat16 cannot hold
+    return trainer, losses, found
+
+
 def gradients(checked, degrees, *overrides):
     """Return (full gradients of one micro-batch by name, dtypes of the experts' inputs), as every
     rank sees them.
     """
-    job = checked(degrees, f"--training.local_batch_size={8 // degrees.dp}", *overrides)
-    trainer = assemble(job)
-    entered = set()
-    for module in trainer.model.modules():
-        if isinstance(module, Experts):
-            module.register_forward_pre_hook(
-                lambda _, args: entered.add((args[0].dtype, args[1].dtype))
-            )
-    backward_once(trainer, 997)  # a factor that bfloat16 cannot hold
+    trainer, _, entered = backward_of(
+        checked, degrees, Experts, lambda args: (args[0].dtype, args[1].dtype), *overrides
+    )
     params = trainer.model.named_parameters()
     return {name: whole(param.grad).double() for name, param in params}, entered
 
@@ -69,14 +78,11 @@ DELTA = ["--model.name=qwen3_next", BF16]
 )
 def test_decay_is_computed_in_float32(run_ranks, checked, meshes, mesh, overrides):
     def forward(degrees, *options):
-        sizes = f"--training.local_batch_size={8 // degrees.dp}"
-        trainer, dtypes = assemble(checked(degrees, *DELTA, sizes, *options)), set()
-        for module in trainer.model.modules():
-            if isinstance(module, CoreDelta):
-                module.register_forward_pre_hook(
-                    lambda _, args: dtypes.add((args[0].dtype, *(w.dtype for w in args[3])))
-                )
-        total = backward_once(trainer).cross_entropy.detach().clone()
+        def dtypes_of(args):
+            return args[0].dtype, *(weight.dtype for weight in args[3])
+
+        _, losses, dtypes = backward_of(checked, degrees, CoreDelta, dtypes_of, *DELTA, *options)
+        total = losses.cross_entropy.detach().clone()
         dist.all_reduce(total)
         return total.item() / degrees.ranks_per_sequence, dtypes
 
