@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sweep_training import their_continuation
 from tiny_transformers import save_tiny
 
 from titanlite.features.generate.generate import generate
@@ -15,18 +16,7 @@ CPU = torch.device("cpu")
 
 def greedy(reference):
     """Return transformers' continuation of each prompt alone."""
-    config = {
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    return [
-        reference.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **config
-        )[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
+    return [their_continuation(reference, prompt, use_cache=True) for prompt in PROMPTS]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Launched
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_transformers import save_tiny
 
 from tests.functional.conftest import run_script
 from titanlite.launch.rendezvous import find_free_port
@@ -52,10 +52,7 @@ def test_fsdp2_with_torch_and_safetensors_alone(tmp_path):
 
 @pytest.mark.filterwarnings("default")  # of other trainers
 def test_trainer_of_transformers(tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=64, **sizes, **heads, tie_word_embeddings=True)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "base")
+    save_tiny("qwen3", tmp_path / "base")
     path = tmp_path / "with_trainer.py"
     path.write_text(BLOCKS["with_trainer"])
     shown = run_script(path)
