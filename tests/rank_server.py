@@ -259,10 +259,7 @@ def _become(request, fds, python):
     sys.executable = python
     is_script = arguments[0] != "-m"
     sys.path[0] = str(Path(arguments[0]).absolute().parent) if is_script else cwd
-    sys.argv, sys.orig_argv = (
-        arguments if is_script else ["-m", *arguments[2:]],
-        [sys.executable, *arguments],
-    )
+    sys.argv = arguments if is_script else ["-m", *arguments[2:]]
     tempfile.tempdir = None  # the server's own
     import numpy
     import torch
