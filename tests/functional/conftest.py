@@ -2,7 +2,6 @@
 ranks.
 """
 
-import json
 import multiprocessing
 import os
 import random
@@ -268,7 +267,7 @@ def examples(tmp_path_factory, cache_folder):
     tokenizer.chat_template = _CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     rng = random.Random(0)
-    lines = []
+    rows = []
     for i in range(60):
         turns = [
             ["what", "one", "and", "two", "is"][: rng.randint(1, 5)]
@@ -278,8 +277,8 @@ def examples(tmp_path_factory, cache_folder):
         messages = [
             {"role": r, "content": f"{i} {' '.join(t)}"} for r, t in zip(roles, turns, strict=False)
         ]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chats.jsonl").write_text("".join(lines))
+        rows.append({"messages": messages})
+    write_lines(folder / "chats.jsonl", rows)
     return [
         "--data.dataset=examples",
         f"--data.path={folder / 'chats.jsonl'}",

@@ -16,6 +16,7 @@ from tests.functional.conftest import (
     take_step,
     weekly,
 )
+from tests.functional.test_lora import tolerance_of
 from titanlite.assemble import assemble
 from titanlite.base.errors import VerifyError
 from titanlite.config.parallelism import Degrees
@@ -24,7 +25,6 @@ from titanlite.materialize.layout import encoding_of, num_values
 from titanlite.models.interface import is_adapter
 
 STEPS = 2
-WEIGHT_TOLERANCE = 1.25e-5
 SIZES = {
     "hidden_size": 128,
     "head_dim": 64,
@@ -75,10 +75,6 @@ def base_of(pretrained):
         return pretrained(model_name, 0.06, f"--model.name={family}", *overrides)
 
     return get
-
-
-def tolerance_of(name):
-    return WEIGHT_TOLERANCE if is_adapter(name) else 0.0
 
 
 def settings(folder, model_name, form, *overrides):

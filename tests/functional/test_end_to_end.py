@@ -60,10 +60,6 @@ def run(run_process, tmp_path_factory):
     return done, dump
 
 
-def read_metrics(dump):
-    return read_lines(dump / "metrics.jsonl")
-
-
 def test_log_is_one_plain_line_per_step_from_one_rank(run):
     done, _ = run
     lines = re.findall(rf"step +(\d+)/{STEPS}  +loss +([\d.]+)", done.stdout)
@@ -83,7 +79,7 @@ def test_log_is_one_plain_line_per_step_from_one_rank(run):
 
 
 def test_metrics_file_has_every_step(run):
-    points = read_metrics(run[1])
+    points = read_lines(run[1] / "metrics.jsonl")
     training = [point for point in points if "loss/train" in point]
     assert [point["step"] for point in training] == [1, 2, 3, 4]
     for point in training:

@@ -316,10 +316,6 @@ def test_runs_in_one_process_leave_its_hooks(config_file, tmp_path):
     run_forked(alone)
 
 
-def load_config_of(*overrides):
-    return make_config({"data": {"dataset": "stdlib"}}, overrides)
-
-
 BAD = """
 import torch
 class Rows(torch.optim.SGD):
@@ -368,7 +364,8 @@ def test_what_a_trial_finds_wrong(modules, name, message):
                 "--training.seq_len=8",
                 f"--training.objective=bad:{name}",
             )
-            build_custom_objective(load_config_of(*settings), 9)
+            job = make_config({"data": {"dataset": "stdlib"}}, settings)
+            build_custom_objective(job, 9)
 
 
 @pytest.mark.slow

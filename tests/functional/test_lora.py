@@ -98,12 +98,8 @@ def test_mesh_trains_the_adapters_of_one_process(
     ranks = warm_run(degrees, *overrides_of(family, STRONG, local, *overrides), steps=STEPS)
     assert_same_run(one, ranks, tolerance_of)
     stored = load_file(base_of(family) / "model.safetensors")
-    moved = [
-        name
-        for name, weight in one.weights.items()
-        if is_adapter(name) and name.endswith("B") and weight.any()
-    ]
-    assert len(moved) == sum(is_adapter(name) and name.endswith("B") for name in one.weights) > 0
+    adapters = [name for name in one.weights if name.endswith("lora_B")]
+    assert adapters and all(one.weights[name].any() for name in adapters), "nothing was learned"
     assert one.losses[-1] < one.losses[0] - 0.02, f"nothing was learned: {one.losses}"
     for name in stored.keys() & one.weights.keys():
         assert torch.equal(one.weights[name], stored[name]), f"{name}: the base model moved"
