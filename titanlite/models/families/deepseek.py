@@ -54,7 +54,6 @@ DOTS1 = Family(
         "num_limited_groups": "topk_group",
         "routed_scaling_factor": "routed_scaling_factor",
     },
-    fixed={"qk_norm": True, "score_func": "sigmoid"},
     rules=_RULES,
     required={
         # Serving engines and llama.cpp read these keys; transformers' class supports no other
@@ -101,8 +100,6 @@ GLM4_MOE = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     keys={**DOTS1.keys, "qk_norm": "use_qk_norm"},
-    fixed={"score_func": "sigmoid", "attention_output_bias": False},
-    rotates_partially=True,
     rules=_RULES,
     mtp_key="num_nextn_predict_layers",
     expert_bias_key="e_score_correction_bias",
@@ -183,7 +180,6 @@ DEEPSEEK_V3 = Family(
         "v_head_dim": "v_head_dim",
         "rope_interleave": "rope_interleave",
     },
-    fixed={"qk_norm": False, "score_func": "sigmoid"},
     rules=_RULES,
     find_lacking=_find_lacking,
     # DeepSeek's own code and serving engines read these keys; the decoder supports no other values.
@@ -302,10 +298,8 @@ SOLAR_OPEN = replace(
     name="solar_open",
     architecture="SolarOpenForCausalLM",
     keys=without(GLM4_MOE.keys, "qk_norm", "num_dense_layers", "intermediate_size"),
-    fixed={**GLM4_MOE.fixed, "qk_norm": False, "num_dense_layers": 0},
     # Serving engines read it; transformers' class has no dense layers.
     required={"first_k_dense_replace": (0,)},
-    rotates_partially=False,
     mtp_key=None,
     presets={
         "debug": replace(_SOLAR, **DEBUG_EXPERTS | {"intermediate_size": _SOLAR.intermediate_size}),

@@ -10,12 +10,6 @@ from typing import Any
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family, preset, without
 
-_FIXED = {
-    "qk_norm": False,
-    "attention_bias": False,
-    "score_func": "softmax",
-    "norm_topk_prob": True,
-}
 _ERNIE = ModelConfig(
     family="ernie4_5_moe",
     vocab_size=103424,
@@ -28,7 +22,7 @@ _ERNIE = ModelConfig(
     moe_intermediate_size=1536,
     num_dense_layers=1,
     num_shared_experts=2,
-    **_FIXED,
+    qk_norm=False,
 )
 
 
@@ -64,7 +58,6 @@ ERNIE4_5_MOE = Family(
         "num_shared_experts": "moe_num_shared_experts",
         "num_dense_layers": "moe_layer_start_index",
     },
-    fixed=_FIXED,
     required={"use_bias": (False,), "moe_layer_interval": (1,), "moe_norm_min": (1e-12,)},
     written={"moe_layer_end_index": -1, "pad_token_id": None},
     find_lacking=_find_lacking,

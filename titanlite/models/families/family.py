@@ -297,11 +297,11 @@ class Family:
     name: str  # Hugging Face `model_type`
     architecture: str  # Hugging Face class, written into config.json
     keys: Mapping[str, str]  # ModelConfig field -> attribute of transformers' configuration
-    presets: Mapping[str, ModelConfig]  # sizes by flavor
+    # Sizes by flavor, at least one. Except for rotary embeddings, fields of ModelConfig that `keys`
+    # does not name have the same value in all of them, and so in every model of the family.
+    presets: Mapping[str, ModelConfig]
     # Other `model_type`s of the same model: they are read, and saved as this one.
     aliases: Sequence[str] = ()
-    # ModelConfig fields that the family does not configure, with their values
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     # Attributes that must have one of these values, because the decoder supports no others. The
     # first is written.
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -310,8 +310,6 @@ class Family:
     # Features of transformers' configuration, with its rotary table, that the decoder does not
     # support; one message each.
     find_lacking: Callable[[Any, Mapping[str, Any]], Iterable[str]] = lambda _config, _table: ()
-    # True: only a part of each head may be rotated (`partial_rotary_factor`).
-    rotates_partially: bool = False
     # A condition on configurations of this family, and the text of the problem if it is not met.
     rules: Sequence[tuple[Callable[[ModelConfig], bool], str]] = ()
     # Key with the number of layers for multi-token prediction, which are not computed: 0 is written
@@ -331,15 +329,29 @@ class Family:
     # If the family's keys of checkpoints differ from most families' keys: pattern in those ->
     # replacement, applied one after another.
     stored_names: Mapping[str, str] = field(default_factory=dict)
-    # True: config.json has a rotary table for each kind of layer, a plain one for layers with a
-    # window.
-    has_rope_by_kind: bool = False
     # True: all experts of a layer are stored in one tensor, with inputs before outputs.
     transposes_experts: bool = False
     # The larger model that may contain this one.
     larger: Larger | None = None
     # True: a folder with all experts of a layer in one tensor is saved in the same layout.
     keeps_fused_experts: bool = False
+
+    @property
+    def base(self) -> ModelConfig:
+        """A model of the family, for the fields that all its models have in common."""
+        return next(iter(self.presets.values()))
+
+    @property
+    def rotates_partially(self) -> bool:
+        """True if the models rotate a part of each head."""
+        return self.base.partial_rotary_factor < 1
+
+    @property
+    def has_rope_by_kind(self) -> bool:
+        """True if config.json has a rotary table for each kind of layer: a plain one for layers
+        with a window.
+        """
+        return not self.base.has_scaled_windows
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -409,9 +421,8 @@ class Family:
         values.setdefault("head_dim", values["hidden_size"] // max(1, values["num_heads"]))
         if (values["pad_token_id"] or 0) < 0:  # a negative id counts from the end
             values["pad_token_id"] += values["vocab_size"]
-        model = ModelConfig(
-            family=self.name,
-            **self.fixed,
+        model = replace(
+            self.base,
             **values,
             rope_theta=float(table["rope_theta"]),
             rope_scaling=read_scaling(table),

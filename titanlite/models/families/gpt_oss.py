@@ -6,7 +6,6 @@ and saved as bfloat16.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from titanlite.config.model import ModelConfig, RopeScaling
 from titanlite.models.families.family import (
@@ -17,13 +16,6 @@ from titanlite.models.families.family import (
     without,
 )
 
-_FIXED: dict[str, Any] = {
-    "qk_norm": False,
-    "attention_sinks": True,
-    "biased_experts": True,
-    "score_func": "softmax",
-    "norm_topk_prob": True,  # equal to a softmax over the chosen logits
-}
 _GPT_OSS = ModelConfig(
     family="gpt_oss",
     vocab_size=201088,
@@ -44,7 +36,10 @@ _GPT_OSS = ModelConfig(
     moe_intermediate_size=2880,
     sliding_window=128,
     window_pattern="sf",
-    **_FIXED,
+    qk_norm=False,
+    attention_sinks=True,
+    biased_experts=True,
+    norm_topk_prob=True,  # equal to a softmax over the chosen logits
 )
 
 GPT_OSS = Family(
@@ -58,7 +53,6 @@ GPT_OSS = Family(
         "sliding_window": "sliding_window",
         "window_pattern": "layer_types",
     },
-    fixed=_FIXED,
     rules=(NEEDS_WINDOW,),
     required={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     stored_names={r"\.mlp\.gate\.(weight|bias)$": r".mlp.router.\1"},

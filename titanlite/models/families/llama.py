@@ -35,7 +35,6 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     keys=COMMON_KEYS,
-    fixed={"qk_norm": False},
     rules=(
         (
             lambda config: config.hidden_size % config.num_heads == 0,
@@ -69,7 +68,6 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     keys=without(COMMON_KEYS, "attention_bias"),
-    fixed={"qk_norm": False, "attention_bias": True, "attention_output_bias": False},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": replace(_QWEN2, **DEBUG_SIZES),
@@ -88,7 +86,6 @@ QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     keys=COMMON_KEYS,
-    fixed={"qk_norm": True},
     required={"use_sliding_window": (False,)},
     presets={
         "debug": ModelConfig(family="qwen3", **DEBUG_SIZES, tie_word_embeddings=True),
@@ -107,7 +104,6 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     keys={**COMMON_KEYS, **MOE_KEYS, "num_experts": "num_experts"},
-    fixed={"qk_norm": True, "score_func": "softmax"},
     required={
         "use_sliding_window": (False,),
         "decoder_sparse_step": (1,),

@@ -7,13 +7,6 @@ from dataclasses import replace
 from titanlite.config.model import ModelConfig
 from titanlite.models.families.family import COMMON_KEYS, DEBUG_EXPERTS, Family, without
 
-_FIXED = {
-    "qk_norm": True,
-    "qk_norm_of_all_heads": True,
-    "attention_bias": False,
-    "score_func": "sigmoid",
-    "norm_topk_prob": True,
-}
 _M2 = ModelConfig(
     family="minimax_m2",
     vocab_size=200064,
@@ -26,7 +19,8 @@ _M2 = ModelConfig(
     partial_rotary_factor=0.5,
     num_experts=256,
     moe_intermediate_size=1536,
-    **_FIXED,
+    qk_norm_of_all_heads=True,
+    score_func="sigmoid",
 )
 
 MINIMAX_M2 = Family(
@@ -38,8 +32,6 @@ MINIMAX_M2 = Family(
         "num_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
     },
-    fixed=_FIXED,
-    rotates_partially=True,
     required={
         "use_qk_norm": (True,),
         "scoring_func": ("sigmoid",),

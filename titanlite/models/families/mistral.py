@@ -23,7 +23,6 @@ MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     keys=_KEYS,
-    fixed={"qk_norm": False, "attention_bias": False},
     presets={
         "debug": replace(_MISTRAL, **DEBUG_SIZES, sliding_window=48),
         "7B-v0.1": preset(

@@ -21,7 +21,6 @@ from titanlite.models.families.parts import (
     Layer,
 )
 
-_FIXED = {"qk_norm": True, "qk_norm_of_all_heads": True, "has_scaled_windows": False}
 _OLMO3 = ModelConfig(
     family="olmo3",
     vocab_size=100278,
@@ -35,7 +34,8 @@ _OLMO3 = ModelConfig(
     ),
     sliding_window=4096,
     window_pattern="sssf",
-    **_FIXED,  # pyright: ignore[reportArgumentType]
+    qk_norm_of_all_heads=True,
+    has_scaled_windows=False,
 )
 
 
@@ -51,10 +51,8 @@ OLMO3 = Family(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
     keys={**COMMON_KEYS, "sliding_window": "sliding_window", "window_pattern": "layer_types"},
-    fixed=_FIXED,
     rules=(NEEDS_WINDOW,),
     written={"pad_token_id": None},  # otherwise row 1 of the embedding has no gradient
-    has_rope_by_kind=True,
     layer=_layer,
     presets={
         "debug": replace(

@@ -21,7 +21,6 @@ from titanlite.models.families.parts import SEPARATE_GATED_DELTA
 from titanlite.models.families.qwen3_next import (
     DEBUG_DELTA,
     DELTA_KEYS,
-    FIXED,
     HAS_EXPERTS,
     HAS_GATE,
     HAS_INTERVAL,
@@ -46,15 +45,10 @@ def _rows_by_kind(config: ModelConfig) -> Iterator[tuple[int, int]]:
 _DENSE = replace(NEXT, family="qwen3_5_text", vocab_size=248320, shared_expert_intermediate_size=0)
 _MOE = replace(_DENSE, family="qwen3_5_moe_text", shared_expert_intermediate_size=512)
 
-# There are no dense layers, so the configuration has no width for them.
-_NO_DENSE = {"intermediate_size": _MOE.intermediate_size}
-
 QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     keys={**COMMON_KEYS, **DELTA_KEYS},
-    fixed={key: value for key, value in FIXED.items() if key != "score_func"},
-    rotates_partially=True,
     required=HAS_GATE,
     rules=(HAS_INTERVAL,),
     layer=partial(mixed_layer, SEPARATE_GATED_DELTA),
@@ -76,13 +70,17 @@ QWEN3_5_MOE = replace(
         **without(MOE_KEYS, "norm_topk_prob"),
         **SHARED_EXPERT_KEYS,
     },
-    fixed={**FIXED, "norm_topk_prob": True, **_NO_DENSE},
     rules=(HAS_INTERVAL, HAS_EXPERTS),
     keeps_fused_experts=True,
     presets={
         "debug": replace(
             _MOE,
-            **{**DEBUG_EXPERTS, **DEBUG_DELTA, **_NO_DENSE},
+            # There are no dense layers, so the configuration has no width for them.
+            **{
+                **DEBUG_EXPERTS,
+                **DEBUG_DELTA,
+                "intermediate_size": _MOE.intermediate_size,
+            },
             shared_expert_intermediate_size=48,
         ),
         "35B-A3B": preset(

@@ -65,12 +65,6 @@ NEXT = ModelConfig(
     shared_expert_intermediate_size=512,
 )
 
-FIXED: Mapping[str, Any] = {
-    "qk_norm": True,
-    "score_func": "softmax",
-    "attention_gate": True,
-    "norm_offset": 1.0,
-}
 # transformers' classes do not read it: they always have the gate.
 HAS_GATE: Mapping[str, tuple[Any, ...]] = {"attn_output_gate": (True,)}
 HAS_INTERVAL = (
@@ -102,8 +96,6 @@ QWEN3_NEXT = Family(
         **SHARED_EXPERT_KEYS,
         **DELTA_KEYS,
     },
-    fixed=FIXED,
-    rotates_partially=True,
     required={**HAS_GATE, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     rules=(HAS_INTERVAL, HAS_EXPERTS),
     layer=partial(mixed_layer, GATED_DELTA),
