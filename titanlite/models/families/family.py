@@ -147,16 +147,15 @@ def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
             )
 
 
-_SIZE = (1, 2**27)
-_COUNT = (0, 2**16)
+# Whole numbers, each with its smallest value: a size whose default is 0 belongs to a part that a
+# model may not have.
+_LEAST_SIZES = {
+    item.name: 1 if item.default else 0 for item in fields(ModelConfig) if item.type is int
+}
+_MOST_SIZE = 2**27
 _LEAST = 1e-30
-# Smallest and largest value of each number.
+# Smallest and largest value of other numbers, and of sizes with another limit.
 _BOUNDS: Mapping[str, tuple[float, float]] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_heads", "num_kv_heads"), _SIZE),
-    **dict.fromkeys(("head_dim", "intermediate_size", "max_position_embeddings"), _SIZE),
-    **dict.fromkeys(("num_experts", "num_dense_layers", "num_shared_experts"), _COUNT),
-    "full_attention_interval": _COUNT,
-    "sliding_window": (0, 2**27),
     "num_layers": (1, MOST_LAYERS),
     # the norm of zeros: hidden states would vanish next to a larger epsilon
     "rms_norm_eps": (_LEAST, 1.0),
@@ -164,32 +163,20 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "rope_theta": (_LEAST, 1e15),
     "routed_scaling_factor": (-1e6, 1e6),
 }
-_MOE_BOUNDS = {
-    **dict.fromkeys(("top_k", "moe_intermediate_size"), _SIZE),
-    **dict.fromkeys(("num_expert_groups", "num_limited_groups"), _SIZE),
-}
-_DELTA_BOUNDS = {
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _SIZE),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _SIZE),
-    "linear_conv_kernel_dim": (1, 2**10),
-}
-_SHARED_BOUNDS = {"shared_expert_intermediate_size": _SIZE}
-_LATENT_BOUNDS = {
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), _SIZE),
-    "q_lora_rank": (0, 2**27),
-}
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+_DELTA_SIZES = tuple(name for name in _LEAST_SIZES if name.startswith("linear_"))
 
 
 def check_model_config(config: ModelConfig) -> list[str]:
     """Return the contradictions inside `config`, one message each."""
-    is_latent = any(getattr(config, name) for name in _LATENT_BOUNDS)
-    bounds = {
-        **_BOUNDS,
-        **(_MOE_BOUNDS if config.num_experts > 0 else {}),
-        **(_LATENT_BOUNDS if is_latent else {}),
-        **(_DELTA_BOUNDS if config.full_attention_interval else {}),
-        **(_SHARED_BOUNDS if config.full_attention_interval and config.num_experts else {}),
-    }
+    is_latent = any(getattr(config, name) for name in ("q_lora_rank", *_LATENT_SIZES))
+    needed: list[str] = list(_LATENT_SIZES if is_latent else ())
+    if config.full_attention_interval:
+        needed += _DELTA_SIZES
+        if config.num_experts:
+            needed.append("shared_expert_intermediate_size")
+    least = _LEAST_SIZES | dict.fromkeys(needed, 1)
+    bounds = {**{name: (low, _MOST_SIZE) for name, low in least.items()}, **_BOUNDS}
     problems = [
         f"{name} = {getattr(config, name)} is not between {low} and {high}."
         for name, (low, high) in bounds.items()
