@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.base.agree import gather_objects
 from titanlite.base.log import logger
 from titanlite.base.timers import StepTimer
 from titanlite.config import JobConfig
@@ -193,14 +193,11 @@ def gather_ranks(phases: Mapping[str, float], device: torch.device) -> dict[str,
     """Return each rank's time spent on data and its memory, by name, as lists in the order of
     ranks.
 
-    Collectives: one all-gather of a few host floats over the default process group, on gloo; every
-    rank must call.
+    Collectives: as `gather_objects`; every rank must call.
     """
     values = {"data_s": phases.get("data", 0.0)} | get_memory(device)
-    own = torch.tensor(list(values.values()), dtype=torch.float64)
-    table = own.new_empty(dist.get_world_size(), own.numel())
-    dist.all_gather(list(table.unbind()), own)
-    return {name: column.tolist() for name, column in zip(values, table.T, strict=True)}
+    gathered = gather_objects(values)
+    return {name: [found[name] for found in gathered] for name in values}
 
 
 def get_memory(device: torch.device) -> dict[str, float]:
