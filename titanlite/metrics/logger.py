@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -57,8 +57,8 @@ class IdleExperts:
         total = sum(num_idle)
         if total > self._most:
             found = [
-                f"{count} of {counts.shape[1]} in layer {self.layers[row] if self.layers else row}"
-                for row, count in enumerate(num_idle)
+                f"{count} of {counts.shape[1]} in layer {layer}"
+                for layer, count in zip(self.layers, num_idle, strict=True)
                 if count
             ]
             logger.warning(
@@ -69,6 +69,7 @@ class IdleExperts:
         self._most = max(self._most, total) if total else 0
 
 
+@dataclass
 class MetricsLogger:
     """Writer of a run's metrics into `dump_folder`, which is created if missing. A no-op on ranks
     other than 0.
@@ -82,53 +83,45 @@ class MetricsLogger:
     warning.
     """
 
-    def __init__(
-        self,
-        job: JobConfig,
-        dump_folder: str | Path,
-        flops_per_token: int,
-        num_ranks: int,
-        device: torch.device,
-        *,
-        start_step: int = 0,  # steps done before this process started
-        # the layer number of each row of `tokens_per_expert`; default: 0, 1, ...
-        moe_layers: Sequence[int] = (),
-        if_idle: str = "",  # the remedy in a warning of idle experts
-        # also gets each point
-        sink: Callable[[int, Mapping[str, float]], None] | None = None,
-        # returns additional values of a point
-        measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {},
-        reads_backwards: bool = False,  # `measure` reads `StepPoint.backwards`
-        steps_per_epoch: float = 0.0,  # for the progress bar; 0 if it is not known
-    ) -> None:
-        self._measure = measure
-        self.reads_backwards = reads_backwards
+    job: JobConfig
+    dump_folder: Path
+    flops_per_token: int
+    num_ranks: int
+    device: torch.device
+    _: KW_ONLY
+    start_step: int = 0  # steps done before this process started
+    moe_layers: Sequence[int] = ()  # the layer number of each row of `tokens_per_expert`
+    if_idle: str = ""  # the remedy in a warning of idle experts
+    # also gets each point
+    sink: Callable[[int, Mapping[str, float]], None] | None = None
+    # returns additional values of a point
+    measure: Callable[[StepPoint], Mapping[str, float]] = lambda _: {}
+    reads_backwards: bool = False  # `measure` reads `StepPoint.backwards`
+    steps_per_epoch: float = 0.0  # for the progress bar; 0 if it is not known
+
+    def __post_init__(self) -> None:
+        job = self.job
         self._num_steps = job.training.steps
-        self._flops_per_token = flops_per_token
-        self._num_ranks = num_ranks
-        self._last_step = self._start_step = start_step
-        self._began_s = time.monotonic()
-        self._moe_layers = list(moe_layers)
-        self._idle = IdleExperts(job.metrics.log_freq, self._moe_layers, if_idle)
+        self._last_step = self.start_step
+        self._idle = IdleExperts(job.metrics.log_freq, self.moe_layers, self.if_idle)
         dtype = torch.float32 if job.training.mixed_precision_param == "float32" else torch.bfloat16
         self._peak_flops = (
-            peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-        )
-        self._tensorboard = (
-            Path(dump_folder) / job.metrics.save_tb_folder
-            if job.metrics.enable_tensorboard
+            peak_flops(torch.cuda.get_device_name(self.device), dtype)
+            if self.device.type == "cuda"
             else None
         )
+        self._writes_events = job.metrics.enable_tensorboard
         self._writer: Any = None
-        self._sink = sink
         self._bar: ProgressBar | None = None
         self._enabled = get_rank() == 0
         if not self._enabled:
             return
-        self._file = AppendedFile(Path(dump_folder) / "metrics.jsonl")
+        self._file = AppendedFile(self.dump_folder / "metrics.jsonl")
         self._append()  # creates the file at the start, or warns
         if job.metrics.enable_progress_bar and can_show_bar():
-            self._bar = ProgressBar(self._num_steps, start_step, steps_per_epoch).__enter__()
+            self._bar = ProgressBar(
+                self._num_steps, self.start_step, self.steps_per_epoch
+            ).__enter__()
 
     def advance(self, step: int, values: Mapping[str, float] | None = None) -> None:
         """Move the progress bar, if there is one. Call after each step; does not wait for the
@@ -150,8 +143,8 @@ class MetricsLogger:
             return
         steps = max(point.step - self._last_step, 1)
         self._last_step = point.step
-        values = point.values(steps, self._flops_per_token, self._num_ranks)
-        values.update(self._measure(point))
+        values = point.values(steps, self.flops_per_token, self.num_ranks)
+        values.update(self.measure(point))
         if self._peak_flops is not None:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {
@@ -163,12 +156,12 @@ class MetricsLogger:
             lists.update(by_rank)
         layers = {} if point.moe is None else describe_moe(point.moe)
         if layers:
-            lists["moe/layers"] = self._moe_layers
+            lists["moe/layers"] = self.moe_layers
         self._write(point.step, values, layers, lists)
         most_load = 0.0 if point.moe is None else point.moe.most_load
         line = format_line(point.step, self._num_steps, values, layers, most_load)
         # includes validations
-        pace = (time.monotonic() - self._began_s) / max(point.step - self._start_step, 1)
+        pace = (time.monotonic() - self._began_s) / max(point.step - self.start_step, 1)
         logger.info(
             f"{line}  left {timedelta(seconds=round(pace * (self._num_steps - point.step)))}"
         )
@@ -182,8 +175,6 @@ class MetricsLogger:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps,
         and the loss of each source.
         """
-        if not self._enabled:
-            return
         by_source = by_source or {}
         self._write(
             step,
@@ -202,9 +193,7 @@ class MetricsLogger:
         `examples` have `prompt`, `prediction`, `reference` (strings) and `score`; in
         `metrics.jsonl` they are `eval/examples`.
         """
-        if not self._enabled:
-            return
-        self._write(step, values, extra={"eval/examples": list(examples)})
+        self._write(step, values, extra={"eval/examples": examples})
         shown = "  ".join(
             f"{name.removeprefix('eval/')} {value:.4f}" for name, value in values.items()
         )
@@ -247,33 +236,34 @@ class MetricsLogger:
         """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and
         W&B.
         """
+        if not self._enabled:
+            return
         layers = layers or {}
+        found = {**values, **layers, **(extra or {})}
         line = {
             "step": step,
             "time": round(time.time(), 3),
-            **{name: _or_none(value) for name, value in values.items()},
-            **{name: [_or_none(value) for value in column] for name, column in layers.items()},
-            **(extra or {}),
+            **{name: _or_none(value) for name, value in found.items()},
         }
         self._append((json.dumps(line, allow_nan=False) + "\n").encode("ascii"))
         scalars = dict(values)
         for name, column in layers.items():
-            for row, value in enumerate(column):
-                number = self._moe_layers[row] if self._moe_layers else row
+            for number, value in zip(self.moe_layers, column, strict=True):
                 scalars[f"{name}/layer_{number:02d}"] = value
-        if self._sink is not None:
-            self._sink(step, scalars)
-        if self._tensorboard is not None:
-            self._write_tensorboard(self._tensorboard, step, scalars)
+        if self.sink is not None:
+            self.sink(step, scalars)
+        if self._writes_events:
+            self._write_events(step, scalars)
 
-    def _write_tensorboard(self, folder: Path, step: int, scalars: Mapping[str, float]) -> None:
+    def _write_events(self, step: int, scalars: Mapping[str, float]) -> None:
         # Imported here: it takes 0.1 to 1 s, and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        folder = self.dump_folder / self.job.metrics.save_tb_folder
         try:
             # makes TensorBoard hide points after `start_step` in the files of earlier processes
             if self._writer is None:
-                self._writer = SummaryWriter(str(folder), purge_step=self._start_step + 1)
+                self._writer = SummaryWriter(str(folder), purge_step=self.start_step + 1)
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
@@ -281,7 +271,7 @@ class MetricsLogger:
             logger.warning(
                 f"metrics: cannot write to {folder}: {error}. Only metrics.jsonl is still written."
             )
-            self._tensorboard = None
+            self._writes_events = False
 
     def _append(self, record: bytes = b"") -> None:
         """Append the waiting records and `record` to metrics.jsonl; if that fails, warn once."""
@@ -306,6 +296,8 @@ def _on_one_line(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARS else "..." + text[-_SHOWN_CHARS:])
 
 
-def _or_none(value: float) -> float | None:
-    """Return `value`, or None if JSON cannot represent it (NaN and infinity)."""
-    return value if math.isfinite(value) else None
+def _or_none(value: Any) -> Any:
+    """Return `value` with None for numbers that JSON cannot represent (NaN and infinity)."""
+    if isinstance(value, list):
+        return [_or_none(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
