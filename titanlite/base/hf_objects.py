@@ -69,7 +69,7 @@ def build_config(hf: Mapping[str, Any]) -> Any:
     Raises Exception: any error of transformers.
     """
     cls = get_config_class(hf["model_type"], *(hf.get("architectures") or []))
-    return cls.from_dict(_without_kernels(decode_floats(dict(hf))))
+    return cls.from_dict(decode(hf))
 
 
 def is_known(model_type: str) -> bool:
@@ -96,34 +96,26 @@ def get_config_class(model_type: str, *architectures: str) -> Any:
     return type(base.__name__, (base,), {"model_type": model_type})
 
 
-def decode_floats(value: Any) -> Any:
+def decode(value: Any) -> Any:
     """Return a copy of a JSON value, with floats in place of transformers' {"__float__":
-    "Infinity"}.
+    "Infinity"}, and without the keys that select kernels for attention or experts: a file must not
+    choose them.
     """
     if isinstance(value, Mapping):
         tag = value.get("__float__", "") if len(value) == 1 else ""
         if tag in ("Infinity", "-Infinity", "NaN"):
             return float(tag)
-        return {key: decode_floats(item) for key, item in value.items()}
-    return [decode_floats(item) for item in value] if isinstance(value, list | tuple) else value
+        return {
+            key: decode(item)
+            for key, item in value.items()
+            if key not in _IMPLEMENTATIONS or item in _OWN_IMPLEMENTATIONS
+        }
+    return [decode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def build_from_config(cls: Any, config: Any, dtype: Any) -> Any:
     """Return a model of the class `cls`, from a configuration that `build_config` returned."""
     return cls._from_config(config, dtype=dtype)
-
-
-def _without_kernels(value: Any) -> Any:
-    """Return `value` without the keys that select kernels for attention or experts: a file must not
-    choose them.
-    """
-    if isinstance(value, dict):
-        return {
-            key: _without_kernels(item)
-            for key, item in value.items()
-            if key not in _IMPLEMENTATIONS or item in _OWN_IMPLEMENTATIONS
-        }
-    return [_without_kernels(item) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.base.errors import ConfigError, raise_problems
-from titanlite.base.hf_objects import build_config, decode_floats
+from titanlite.base.hf_objects import build_config, decode
 from titanlite.base.log import logger
 from titanlite.base.text import cut
 from titanlite.config.model import TransformersConfig
@@ -178,7 +178,7 @@ def read_config(hf: Mapping[str, Any], where: str) -> Any:
 
     Raises ConfigError: transformers rejects it, or would take minutes to read it.
     """
-    raise_problems(ConfigError, where, list(find_absurd(decode_floats(hf))))
+    raise_problems(ConfigError, where, list(find_absurd(decode(hf))))
 
     def build(table: Mapping[str, Any]) -> Any:
         return build_config({**table, "model_type": hf["model_type"]})
