@@ -17,7 +17,7 @@ from titanlite.ops import inverse_frequencies, rope_cos_sin
 def test_scaled_frequencies_equal_transformers(given):
     scaling = RopeScaling(**given)
     for theta, head_dim in [(10000.0, 128), (1000000.0, 16)]:
-        names = [name for kind in ROPE_FIELDS[scaling.rope_type] for name in kind]
+        names = ROPE_FIELDS[scaling.rope_type]
         parameters = {"rope_theta": theta, "rope_type": scaling.rope_type}
         parameters |= {name: getattr(scaling, name) for name in names}
         config = LlamaConfig(

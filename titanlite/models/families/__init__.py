@@ -20,6 +20,7 @@ from titanlite.base.hf_objects import is_known
 from titanlite.base.text import list_names, suggest
 from titanlite.config.assets import suggest_path
 from titanlite.config.model import (
+    OPTIONAL_ROPE_FIELDS,
     ROPE_FIELDS,
     AnyModelConfig,
     ModelConfig,
@@ -229,10 +230,11 @@ def _override_rope_scaling(config: ModelConfig, given: Mapping[str, Any]) -> Rop
         raise ConfigError(
             "model.overrides.rope_scaling: rope_type is missing. Set it, for example to 'yarn'."
         )
-    needed, optional = ROPE_FIELDS[rope_type]
+    names = ROPE_FIELDS[rope_type]
     base = now if now is not None and now.rope_type == rope_type else None
-    missing = [name for name in needed if name not in given and base is None]
-    foreign = [name for name in given if name not in ("rope_type", *needed, *optional)]
+    known = names if base else (*given, *OPTIONAL_ROPE_FIELDS)
+    missing = [name for name in names if name not in known]
+    foreign = [name for name in given if name not in ("rope_type", *names)]
     problems = [f"{name} is missing, which '{rope_type}' needs. Set it." for name in missing]
     problems += [f"{name} means nothing for '{rope_type}'. Leave it out." for name in foreign]
     scaling = replace(base or RopeScaling(), **given)

@@ -36,14 +36,7 @@ def show(value: Any) -> str:
 
 def find_quantization(hf: Mapping[str, Any]) -> Any:
     """Return the description of quantized weights in `hf`, or in one of its parts; or None."""
-    parts = [
-        hf,
-        *(
-            value
-            for key, value in hf.items()
-            if key.endswith("_config") and isinstance(value, Mapping)
-        ),
-    ]
+    parts = [hf, *(value for value in hf.values() if isinstance(value, Mapping))]
     return next(
         (part[key] for part in parts for key in QUANTIZATION if part.get(key) is not None), None
     )

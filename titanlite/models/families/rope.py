@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titanlite.base.text import list_names
-from titanlite.config.model import ROPE_FIELDS, RopeScaling
+from titanlite.config.model import OPTIONAL_ROPE_FIELDS, ROPE_FIELDS, RopeScaling
 from titanlite.models.families.keys import show
 
 PARTIAL = "partial_rotary_factor"
@@ -37,10 +37,9 @@ def find_foreign(table: Mapping[str, Any]) -> list[str]:
 
 def find_wrong(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield one message for each value of `table` with which its type of scaling cannot compute."""
-    needed, optional = ROPE_FIELDS.get(str(table["rope_type"]), ((), ()))
-    for key in ("rope_theta", PARTIAL, *needed, *optional):
+    for key in ("rope_theta", PARTIAL, *ROPE_FIELDS.get(str(table["rope_type"]), ())):
         value = table.get(key, 1.0 if key == PARTIAL else None)
-        is_given = value is not None or key not in optional
+        is_given = value is not None or key not in OPTIONAL_ROPE_FIELDS
         kinds = (bool,) if key == "truncate" else (int, float)
         if is_given and type(value) not in kinds:
             yield f"rope_parameters: {key} = {show(value)} is not a {kinds[-1].__name__}."
@@ -51,9 +50,8 @@ def read_scaling(table: Mapping[str, Any]) -> RopeScaling | None:
     rope_type = table["rope_type"]
     if rope_type == "default":
         return None
-    needed, optional = ROPE_FIELDS[rope_type]
-    values = {key: table[key] for key in (*needed, *optional) if table.get(key) is not None}
-    if "truncate" in optional:  # null means false
+    values = {key: table[key] for key in ROPE_FIELDS[rope_type] if table.get(key) is not None}
+    if rope_type == "yarn":  # null means false
         values["truncate"] = bool(table.get("truncate", True))
     return RopeScaling(rope_type, **values)
 
@@ -69,20 +67,18 @@ def rope_to_hf(scaling: RopeScaling | None, original: Mapping[str, Any]) -> dict
         original = {}
     table = {key: value for key, value in original.items() if key not in ("rope_theta", PARTIAL)}
     table["rope_type"] = rope_type
-    needed, optional = ROPE_FIELDS.get(rope_type, ((), ()))
-    plain = RopeScaling()
-    for key in (*needed, *optional):
+    for key in ROPE_FIELDS.get(rope_type, ()):
         value = getattr(scaling, key)
-        if key in needed or key in original or value != getattr(plain, key):
+        is_default = key in OPTIONAL_ROPE_FIELDS and value == getattr(RopeScaling, key)
+        if key in original or not is_default:
             table[key] = value
     return table
 
 
 def check_rope_scaling(scaling: RopeScaling, theta: float) -> list[str]:
     """Return one message for each value with which frequencies could not be computed."""
-    needed, optional = ROPE_FIELDS[scaling.rope_type]
     problems = []
-    for name in (*needed, *optional):
+    for name in ROPE_FIELDS[scaling.rope_type]:
         value = getattr(scaling, name)
         low = -_MOST if name.startswith("mscale") else 1 / _MOST
         if name != "truncate" and value is not None and not low <= value <= _MOST:  # nan too
