@@ -30,7 +30,7 @@ def _explain(error: RuntimeError) -> TransientError:
     """Return an error that says what to do if the ranks cannot be connected."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "that of the host name")
     return TransientError(
-        f"network: rank {os.environ['RANK']} on {socket.gethostname()} cannot connect to the other "
+        f"network: rank {read_rank()} on {socket.gethostname()} cannot connect to the other "
         f"ranks through the interface {interface} and port {os.environ.get('MASTER_PORT')}: "
         f"{first_line(error)}. If no rank has ended, set GLOO_SOCKET_IFNAME on each "
         "machine to an interface that the others can reach (`ip address` lists them), or "
@@ -63,17 +63,15 @@ def _find_store(timeout: timedelta) -> dict[str, Any]:
 
     Ranks that meet again in the same processes, for another run, must not find stale keys.
     """
-    path = os.environ.get(STORE_FILE)
+    if "RANK" not in os.environ:
+        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     number = next(_rendezvous_number)
-    if path is None and number == 0:
-        return {}
     world_size = read_world_size()
-    if path is None:
-        store = dist.PrefixStore(
-            f"meeting {number}", next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
-        )
+    if path := os.environ.get(STORE_FILE):
+        store = dist.FileStore(f"{path}.{number}", world_size)
     else:
-        store = dist.FileStore(f"{path}.{number}" if number else path, world_size)
+        meeting_point = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+        store = dist.PrefixStore(f"meeting {number}", meeting_point)
     store.set_timeout(timeout)
     return {"store": store, "rank": read_rank(), "world_size": world_size}
 
@@ -164,13 +162,8 @@ def init_distributed(timeout_s: int) -> torch.device:
     if dist.is_initialized():
         return device
     _choose_interfaces()
-    if "RANK" in os.environ:
-        try:
-            dist.init_process_group(backend, timeout=timeout, **_find_store(timeout))
-        except RuntimeError as error:
-            raise _explain(error) from None
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+    try:
+        dist.init_process_group(backend, timeout=timeout, **_find_store(timeout))
+    except RuntimeError as error:
+        raise _explain(error) from None
     return device
