@@ -26,6 +26,7 @@ from titanlite.models.families import (
     resolve_model_config,
 )
 from titanlite.models.families.keys import NotNativeError
+from titanlite.models.families.rope import rope_to_hf
 
 PRESETS = [(family.name, flavor) for family in families().values() for flavor in family.presets]
 # As published on the hub, by flavor; keys that have no bearing on the architecture included.
@@ -163,6 +164,16 @@ def test_where_the_length_of_pretraining_may_stand():
         theirs = AutoConfig.for_model(**{**QWEN3, **hf})
         theirs.standardize_rope_params()
         assert theirs.rope_parameters["original_max_position_embeddings"] == length
+
+
+def test_optional_values_of_a_rotary_table():
+    """null means false for transformers, and a setting replaces the value of the original file."""
+    table = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "truncate": None}
+    found = from_hf({**QWEN3, "rope_scaling": table}).rope_scaling
+    assert (found.beta_fast, found.truncate) == (16.0, False)
+    default = replace(found, beta_fast=32.0)
+    assert rope_to_hf(default, table)["beta_fast"] == 32.0
+    assert "beta_fast" not in rope_to_hf(default, {})
 
 
 REFUSED = read_json(Path(__file__).parent / "refused_configs.json")
