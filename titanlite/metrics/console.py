@@ -4,8 +4,8 @@ redraw.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -42,14 +42,13 @@ def format_rate(flops_per_s: float) -> str:
 def format_line(
     step: int,
     num_steps: int,
-    values: Mapping[str, float],
-    layers: Mapping[str, Sequence[float]] | None = None,
+    values: Mapping[str, Any],
     most_load: float = 0.0,
 ) -> str:
     """Return the values of one log step, keyed by metric name, as one aligned line; absent values
     are skipped.
 
-    Of the values per MoE layer in `layers`, the line shows only the worst load; `most_load` is the
+    Of the lists of values per MoE layer, the line shows only the worst load; `most_load` is the
     largest possible load (0: unknown). The line shows the padding if there is much of it, because
     FLOP/s and MFU count padding and tokens/s do not.
     """
@@ -74,8 +73,7 @@ def format_line(
     parts += [
         f"{label} {values[name]:.2f} GiB" for name, label in _MEMORY.items() if name in values
     ]
-    layers = layers or {}
-    if ratios := layers.get("moe/load_max_over_mean"):
+    if ratios := values.get("moe/load_max_over_mean"):
         bound = f" of at most {most_load:.2f}" if most_load else ""
         parts.append(f"expert load max/mean {max(ratios):.2f}{bound}")
     return "  ".join(parts)

@@ -143,8 +143,10 @@ class MetricsLogger:
             return
         steps = max(point.step - self._last_step, 1)
         self._last_step = point.step
-        values = point.values(steps, self.flops_per_token, self.num_ranks)
-        values.update(self.measure(point))
+        values: dict[str, Any] = {
+            **point.values(steps, self.flops_per_token, self.num_ranks),
+            **self.measure(point),
+        }
         if self._peak_flops is not None:
             values["throughput/mfu"] = values["throughput/tflops_per_gpu"] * 1e12 / self._peak_flops
         lists: dict[str, Any] = {
@@ -154,12 +156,13 @@ class MetricsLogger:
             of_ranks, by_rank = describe_ranks(point.ranks, steps)
             values.update(of_ranks)
             lists.update(by_rank)
-        layers = {} if point.moe is None else describe_moe(point.moe)
-        if layers:
+        most_load = 0.0
+        if point.moe is not None:
+            values.update(describe_moe(point.moe))
             lists["moe/layers"] = self.moe_layers
-        self._write(point.step, values, layers, lists)
-        most_load = 0.0 if point.moe is None else point.moe.most_load
-        line = format_line(point.step, self._num_steps, values, layers, most_load)
+            most_load = point.moe.most_load
+        self._write(point.step, values, lists)
+        line = format_line(point.step, self._num_steps, values, most_load)
         # includes validations
         pace = (time.monotonic() - self._began_s) / max(point.step - self.start_step, 1)
         logger.info(
@@ -169,18 +172,12 @@ class MetricsLogger:
             self._idle.look(point.step, point.moe.tokens_since)
         self.advance(point.step, values)
 
-    def log_validation(
-        self, step: int, loss: float, by_source: Mapping[str, float] | None = None
-    ) -> None:
+    def log_validation(self, step: int, loss: float, by_source: Mapping[str, float]) -> None:
         """Write the validation loss (mean per token over all ranks) after `step` optimizer steps,
         and the loss of each source.
         """
-        by_source = by_source or {}
-        self._write(
-            step,
-            {"loss/validation": loss}
-            | {f"loss/validation/{name}": x for name, x in by_source.items()},
-        )
+        losses = {f"loss/validation/{name}": value for name, value in by_source.items()}
+        self._write(step, {"loss/validation": loss, **losses})
         parts = "".join(f"  {name} {value:.4f}" for name, value in by_source.items())
         logger.info(f"step {step:>5}/{self._num_steps}  validation loss {loss:7.4f}{parts}")
 
@@ -227,29 +224,27 @@ class MetricsLogger:
         self.close()
 
     def _write(
-        self,
-        step: int,
-        values: Mapping[str, float],
-        layers: Mapping[str, Sequence[float]] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, step: int, values: Mapping[str, Any], extra: Mapping[str, Any] | None = None
     ) -> None:
-        """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and
-        W&B.
+        """Write one line of `metrics.jsonl`, and its values except `extra` to TensorBoard and W&B.
+        A list in `values` has a value for each MoE layer.
         """
         if not self._enabled:
             return
-        layers = layers or {}
-        found = {**values, **layers, **(extra or {})}
+        found = {**values, **(extra or {})}
         line = {
             "step": step,
             "time": round(time.time(), 3),
             **{name: _or_none(value) for name, value in found.items()},
         }
         self._append((json.dumps(line, allow_nan=False) + "\n").encode("ascii"))
-        scalars = dict(values)
-        for name, column in layers.items():
-            for number, value in zip(self.moe_layers, column, strict=True):
-                scalars[f"{name}/layer_{number:02d}"] = value
+        scalars: dict[str, float] = {}
+        for name, value in values.items():
+            if isinstance(value, list):
+                for number, item in zip(self.moe_layers, value, strict=True):
+                    scalars[f"{name}/layer_{number:02d}"] = item
+            else:
+                scalars[name] = value
         if self.sink is not None:
             self.sink(step, scalars)
         if self._writes_events:

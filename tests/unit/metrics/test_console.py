@@ -19,7 +19,7 @@ LAYERS = {"moe/load_max_over_mean": [1.2, 1.42]}
 
 
 def test_line_of_an_moe_model():
-    assert format_line(50, 300, VALUES, LAYERS) == (
+    assert format_line(50, 300, VALUES | LAYERS) == (
         "step    50/300  loss  4.8123  grad norm  0.91  lr 1.0e-03     12,345 tok/s  4.1 TFLOP/s  "
         "host mem 0.61 GiB  expert load max/mean 1.42"
     )

@@ -54,7 +54,7 @@ def test_values_reach_tensorboard_and_jsonl_under_the_same_names(job, tmp_path):
     with build(job, tmp_path, moe_layers=[3, 4]) as metrics:
         norms = {"experts": 0.5, "router": 0.76}
         log(metrics, 10, moe=moe(), group_norms=norms, extra={"loss/aux": 0.125})
-        metrics.log_validation(10, 2.25)
+        metrics.log_validation(10, 2.25, {})
         log(metrics, 20, moe=moe(), group_norms=norms, ranks=RANKS)
     expected = {
         "loss/train": 2.5,

@@ -60,7 +60,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb):
     moe = MoEState(torch.tensor([[10, 10], [0, 20]]), torch.zeros(2, 2))
     with build(job, folder, moe_layers=[1, 3]) as metrics:
         log(metrics, 1, moe=moe)
-        metrics.log_validation(1, 2.25)
+        metrics.log_validation(1, 2.25, {})
         log(metrics, 2, loss=float("nan"))
     finish_wandb(0)
     points = [logged.args[0] for logged in wandb.log.mock_calls]
