@@ -62,7 +62,7 @@ from titanlite.materialize import (
     local_of,
 )
 from titanlite.models.families import family_of
-from titanlite.models.families.keys import describe_unreadable, find_quantization
+from titanlite.models.families.config_json import describe_unreadable, find_quantization
 from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20

@@ -23,7 +23,7 @@ from unit.models.conftest import values_of
 from titanlite.base.errors import CheckpointError, ConfigError
 from titanlite.checkpoint.description import describe_model
 from titanlite.models.families import any_model_config_from_hf, families, model_config_from_hf
-from titanlite.models.families.keys import NotNativeError
+from titanlite.models.families.config_json import NotNativeError
 
 DRAWS = int(os.environ.get("TITANLITE_MUTATIONS", "14"))  # of each family
 BOUND = 1e-5

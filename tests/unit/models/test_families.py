@@ -25,7 +25,7 @@ from titanlite.models.families import (
     model_config_from_hf,
     resolve_model_config,
 )
-from titanlite.models.families.keys import NotNativeError
+from titanlite.models.families.config_json import NotNativeError
 from titanlite.models.families.rope import rope_to_hf
 
 PRESETS = [(family.name, flavor) for family in families().values() for flavor in family.presets]

@@ -14,8 +14,7 @@ from titanlite.base.text import describe_error
 from titanlite.config.model import TransformersConfig
 from titanlite.features.transformers.initial import Notes, find_sources
 from titanlite.features.transformers.model import TransformersModel
-from titanlite.models.families.config_json import load_config_and_class
-from titanlite.models.families.keys import MOST_PARAMETERS
+from titanlite.models.families.config_json import MOST_PARAMETERS, load_config_and_class
 
 
 def build_transformers(

@@ -29,9 +29,8 @@ from titanlite.config.model import (
     TransformersConfig,
 )
 from titanlite.config.parallelism import PartSizes
-from titanlite.models.families.config_json import transformers_config
+from titanlite.models.families.config_json import NotNativeError, transformers_config
 from titanlite.models.families.family import Family, check_model_config
-from titanlite.models.families.keys import NotNativeError
 from titanlite.models.families.parts import Layer
 
 _ASKED_FOR = "model.implementation asks for it"

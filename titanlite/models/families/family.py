@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.log import warn_once
 from titanlite.config.model import ModelConfig
-from titanlite.models.families.config_json import read_config
-from titanlite.models.families.keys import (
+from titanlite.models.families.config_json import (
     MOST_LAYERS,
     MOST_PARAMETERS,
+    PARTIAL,
     NotNativeError,
     describe_unreadable,
     find_quantization,
+    read_config,
     show,
 )
 from titanlite.models.families.parts import Layer, standard_layer
 from titanlite.models.families.rope import (
-    PARTIAL,
     check_rope_scaling,
     find_foreign,
     find_wrong,

@@ -5,9 +5,8 @@ from typing import Any
 
 from titanlite.base.text import list_names
 from titanlite.config.model import OPTIONAL_ROPE_FIELDS, ROPE_FIELDS, RopeScaling
-from titanlite.models.families.keys import show
+from titanlite.models.families.config_json import PARTIAL, show
 
-PARTIAL = "partial_rotary_factor"
 _MOST = 1e10
 _BETWEEN = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 
