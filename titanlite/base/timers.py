@@ -43,31 +43,24 @@ class StepTimer:
 
         A step is the time between two calls with None.
         """
-        now = self.mark()
+        now = self._mark()
         if self._phase is not None:
-            self._add(self._phase, self._since, now)
+            self._passed.append(_Span(self._phase, self._since, now))
             if phase is None:
-                self._add(_STEP, self._step_since, now)
+                self._passed.append(_Span(_STEP, self._step_since, now))
         elif phase is not None:
             self._step_since = now
         self._phase = phase
         self._since = now
         self._collect(wait=False)
 
-    def mark(self) -> _Mark:
+    def _mark(self) -> _Mark:
         """Mark this point in time, on the current stream."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _add(self, name: str, start: _Mark, end: _Mark) -> None:
-        """Add the time between two marks to the phase `name`."""
-        if self._is_cuda:
-            self._passed.append(_Span(name, start, end))
-        else:
-            self._count(name, end - start)
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, without the running phase.
@@ -90,13 +83,14 @@ class StepTimer:
         """Add up the spans that the device has passed, so that events are not kept for a whole log
         interval.
         """
-        while self._passed and (wait or self._passed[0].end.query()):
-            span = self._passed.popleft()
-            span.end.synchronize()
-            self._count(span.name, span.start.elapsed_time(span.end) / 1e3)
-
-    def _count(self, name: str, seconds: float) -> None:
-        if name == _STEP:
-            self._slowest_s = max(self._slowest_s, seconds)
-        else:
-            self._seconds[name] += seconds
+        while self._passed and (wait or not self._is_cuda or self._passed[0].end.query()):
+            name, start, end = self._passed.popleft()
+            if self._is_cuda:
+                end.synchronize()
+                seconds = start.elapsed_time(end) / 1e3
+            else:
+                seconds = end - start
+            if name == _STEP:
+                self._slowest_s = max(self._slowest_s, seconds)
+            else:
+                self._seconds[name] += seconds
