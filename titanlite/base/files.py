@@ -94,7 +94,7 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._waiting = b""
+        self._waiting = bytearray()
 
     def append(self, record: bytes = b"") -> None:
         """Write the waiting records and then `record`, in one piece. Raises OSError: they cannot be
@@ -104,15 +104,15 @@ class AppendedFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(self.path, "ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            rest = memoryview(self._waiting)
+            written = 0
             try:
-                while rest:
-                    rest = rest[file.write(rest) :]
+                while written < len(self._waiting):
+                    written += file.write(self._waiting[written:])
             except OSError:
                 with suppress(OSError):
                     os.ftruncate(file.fileno(), size)
                 raise
-        self._waiting = b""
+        self._waiting.clear()
 
 
 @contextmanager
