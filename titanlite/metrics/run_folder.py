@@ -262,13 +262,12 @@ def check_same_settings(job: JobConfig) -> None:
         for s, x in get_values(job)
         if re.sub(r"\.sources\.\w+", "", s.key) not in _MAY_DIFFER
     }
-    first = [mine]
-    dist.broadcast_object_list(first, src=0)
+    first = on_first_rank(lambda: mine)
     problems = [
-        f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first[0].get(key)!r} on rank 0. "
+        f"{key} = {mine.get(key)!r} on {socket.gethostname()}, {first.get(key)!r} on rank 0. "
         "Start every machine with the same files and arguments."
-        for key in {**mine, **first[0]}
-        if mine.get(key) != first[0].get(key)
+        for key in {**mine, **first}
+        if mine.get(key) != first.get(key)
     ]
     with together():
         raise_problems(ConfigError, "configuration", problems)
@@ -285,11 +284,13 @@ def check_shared_folder(folder: Path) -> None:
     """
     if not _are_several():
         return
-    found = [f".machines-{secrets.token_hex(8)}"]
-    dist.broadcast_object_list(found, src=0)
-    token = folder / found[0]
-    if dist.get_rank() == 0:
-        token.touch()
+
+    def make() -> Path:
+        made = folder / f".machines-{secrets.token_hex(8)}"
+        made.touch()
+        return made
+
+    token = on_first_rank(make)
     problem = (
         f"job.dump_folder: {folder.absolute()} on {socket.gethostname()} is not the folder that "
         "rank 0 has, or cannot be written to. Put the folder on a file system that all "

@@ -4,11 +4,11 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 
 from titanlite.base.errors import ConfigError
 from titanlite.config import JobConfig
 from titanlite.config.settings import get_value
+from titanlite.metrics import run_folder
 from titanlite.metrics.run_folder import check_same_run, check_same_settings, get_identity
 
 SNAPSHOT = "/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/0123abc"
@@ -49,13 +49,10 @@ def test_another_run_is_refused(section, name, value, can_be_forced):
 
 
 def test_paths_may_differ_and_other_settings_may_not(monkeypatch):
-    first = []
+    def of_first_rank(find):
+        return {key: get_value(JobConfig(), key) for key in find()}
 
-    def broadcast(found, src):
-        found[0] = {key: get_value(first[0], key) for key in found[0]}
-
-    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
-    first.append(JobConfig())
+    monkeypatch.setattr(run_folder, "on_first_rank", of_first_rank)
     job = JobConfig()
     job = replace(job, lora=replace(job.lora, init_from="/cache/of/this/machine/adapters"))
     job = replace(job, evaluation=replace(job.evaluation, path="/cache/of/this/machine/examples"))
