@@ -285,12 +285,12 @@ def check_shared_folder(folder: Path) -> None:
     if not _are_several():
         return
 
-    def make() -> Path:
-        made = folder / f".machines-{secrets.token_hex(8)}"
-        made.touch()
-        return made
+    def make() -> str:
+        name = f".machines-{secrets.token_hex(8)}"
+        (folder / name).touch()
+        return name
 
-    token = on_first_rank(make)
+    token = folder / on_first_rank(make)
     problem = (
         f"job.dump_folder: {folder.absolute()} on {socket.gethostname()} is not the folder that "
         "rank 0 has, or cannot be written to. Put the folder on a file system that all "
