@@ -40,10 +40,7 @@ def count_threads() -> int:
     """Return the number of threads for this rank's host work: its share of this machine's cores, 1
     to 16.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(max(cores // read_ranks_here(), 1), 16)
+    return min(max(len(os.sched_getaffinity(0)) // read_ranks_here(), 1), 16)
 
 
 def read_variable(name: str) -> str | None:
@@ -204,7 +201,7 @@ def keep_freed_memory() -> None:
     take a tenth of a small model's CPU time in each step. The peak is unchanged. No-op if the C
     library is not glibc.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

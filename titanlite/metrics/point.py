@@ -4,7 +4,6 @@ evaluations.
 
 import math
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -204,8 +203,7 @@ def get_memory(device: torch.device) -> dict[str, float]:
     """Return this rank's memory in GiB: peaks of the device's allocator since the start, and the
     host's resident memory.
     """
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     now = psutil.Process().memory_info().rss
     found = {
         "memory/host_rss_gib": now / _GIB,
