@@ -81,15 +81,6 @@ UNIVERSALLY_REQUIRED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class _Pattern(NamedTuple):
-    """A list in config.json with the kind of each layer, which ModelConfig expresses by other
-    fields.
-    """
-
-    read: Mapping[str, Callable[[list[Any]], int | str]]
-    write: Callable[[ModelConfig], list[str]]
-
-
 def _list_feed_forwards(config: ModelConfig) -> list[str]:
     dense = config.num_dense_layers if config.num_experts else config.num_layers
     return ["dense" if number < dense else "sparse" for number in range(config.num_layers)]
@@ -123,13 +114,16 @@ def _list_mixers(config: ModelConfig) -> list[str]:
     ]
 
 
-_PATTERNS: Mapping[str, _Pattern] = {
-    "mlp_layer_types": _Pattern(
-        {"num_dense_layers": lambda kinds: kinds.count("dense")}, _list_feed_forwards
-    ),
-    "layer_types": _Pattern(
-        {"full_attention_interval": _find_interval, "window_pattern": _find_windows}, _list_mixers
-    ),
+# Lists in config.json with the kind of each layer, by key, and the ModelConfig fields that express
+# such a list.
+_LISTS: Mapping[str, Callable[[ModelConfig], list[str]]] = {
+    "mlp_layer_types": _list_feed_forwards,
+    "layer_types": _list_mixers,
+}
+_FROM_LIST: Mapping[str, Callable[[list[Any]], int | str]] = {
+    "num_dense_layers": lambda kinds: kinds.count("dense"),
+    "full_attention_interval": _find_interval,
+    "window_pattern": _find_windows,
 }
 
 
@@ -137,9 +131,9 @@ def _find_other_patterns(config: Any, model: ModelConfig) -> Iterator[str]:
     """Yield a message for each list of layers in transformers' `config` that differs from the list
     of `model`, whose fields cannot express every list.
     """
-    for key, pattern in _PATTERNS.items():
+    for key, list_kinds in _LISTS.items():
         given = getattr(config, key, None)
-        expected = pattern.write(model)
+        expected = list_kinds(model)
         if given is not None and given != expected:
             yield (
                 f"{key} = {show(given)} is not supported by the native decoder, only "
@@ -392,8 +386,8 @@ class Family:
                 continue  # most classes do not declare it: it is an equal part of the hidden width
             value = getattr(config, key, None)
             kind = _KINDS[ours]
-            if key in _PATTERNS and isinstance(value, list):
-                value = _PATTERNS[key].read[ours](value)
+            if key in _LISTS and isinstance(value, list):
+                value = _FROM_LIST[ours](value)
             if ours in _NULL_IS_ZERO and value == 0:
                 lacking.append(f"{key} = 0 is not supported; null leaves it out.")
             # transformers tests flags for truth, so null means false
@@ -480,9 +474,7 @@ class Family:
         """
         original = original or {}
         hf = {
-            theirs: _PATTERNS[theirs].write(config)
-            if theirs in _PATTERNS
-            else getattr(config, ours)
+            theirs: _LISTS[theirs](config) if theirs in _LISTS else getattr(config, ours)
             for ours, theirs in self.keys.items()
         }
         hf |= {key: getattr(config, key) or None for key in _NULL_IS_ZERO if key in self.keys}
