@@ -404,6 +404,7 @@ class Family:
             values["pad_token_id"] += values["vocab_size"]
         model = replace(
             self.base,
+            family=self.name,
             **values,
             rope_theta=float(table["rope_theta"]),
             rope_scaling=read_scaling(table),
