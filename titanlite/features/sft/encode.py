@@ -16,7 +16,7 @@ token, because prompts are written that way.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -64,11 +64,6 @@ class _Draft:
     flags: int
     as_one: bool
     prefix: tuple[int, ...] | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """True if a special token that is written out in the text is plain text."""
-        return self.prefix is not None and not self.turns
 
     @property
     def inner(self) -> tuple[Turn, ...]:
@@ -127,16 +122,15 @@ class ExampleEncoder:
     ) -> None:
         self.form: Form = form
         self.renderer = renderer
-        self.train_all = renderer.train_all
         tokenizer = renderer.tokenizer
         self.stop_token_ids: set[int] = set()
         self.eos_token_id = cast(int, tokenizer.eos_token_id)
-        serialized = serialize(tokenizer)
-        self._encoders = {
-            is_plain: get_plain_encoder(serialized, special_is_text=is_plain)
-            for is_plain in (False, True)
-        }
-        alone, *preceded = (self._encode_text(text) for text in ("a", "\na", ".a", "-a"))
+        self._encoder = get_plain_encoder(serialize(tokenizer), special_is_text=form == "text")
+        self._parts: dict[str, Encoding] = {}
+        alone, *preceded = (
+            self._encoder.encode(text, add_special_tokens=False).ids
+            for text in ("a", "\na", ".a", "-a")
+        )
         self._adds_space = not any(ids[-len(alone) :] == alone for ids in preceded)
         self._prefix = get_prefix(tokenizer)
         self._read_ends = build_end_reader(tokenizer)
@@ -150,7 +144,6 @@ class ExampleEncoder:
                 if not (token.lstrip or token.rstrip or token.single_word or token.normalized)
             }
         )
-        self._encode_header = lru_cache(maxsize=1024)(self._encode_text)
 
     def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
         """Yield the examples of each row in order, or the error why it has none. All texts are
@@ -164,19 +157,20 @@ class ExampleEncoder:
             except RowError as error:
                 found.append(error)
         good = [sides for sides in found if not isinstance(sides, RowError)]
-        documents = iter(self._tokenize([one for sides in good for side in sides for one in side]))
+        drafts = (draft for sides in good for side in sides for draft in side)
+        texts = (text for draft in drafts for text, _ in draft.pieces)
+        # The documents of one chat repeat earlier messages: each part is tokenized once.
+        parts = list(dict.fromkeys(part for text in texts for part in self._cut(text)))
+        encodings = self._encoder.encode_batch(parts, add_special_tokens=False)
+        self._parts = dict(zip(parts, encodings, strict=True))
         for sides in found:
-            if isinstance(sides, RowError):
-                yield sides
-                continue
-            yield self._make_examples(
-                [[document for _ in side for document in next(documents)] for side in sides]
-            )
+            yield sides if isinstance(sides, RowError) else self._make_examples(sides)
 
-    def _make_examples(self, sides: list[list[Document]]) -> list[Example] | RowError:
+    def _make_examples(self, drafts: list[list[_Draft]]) -> list[Example] | RowError:
         """Return the examples of one row: from its document or documents, or from the two sides of
         a pair.
         """
+        sides = [[each for draft in side for each in self._tokenize(draft)] for side in drafts]
         if not all(document.num_trained for side in sides for document in side):
             return RowError(
                 "no trained token",
@@ -199,7 +193,7 @@ class ExampleEncoder:
         return [(document,) for document in sides[0]]
 
     def _draft(self, parsed: Chat | Plain) -> list[_Draft]:
-        flags = TRAINED if self.train_all else 0
+        flags = TRAINED if self.renderer.train_all else 0
         if isinstance(parsed, Plain):
             if parsed.prompt is None:
                 prefix, text = self._read_ends(parsed.text)
@@ -213,7 +207,7 @@ class ExampleEncoder:
             return [_Draft((turn,), "", flags, as_one=self._adds_space, prefix=self._prefix)]
         turns, whole = self.renderer.render(parsed)
         if not all(after.prompt.startswith(turn.text) for turn, after in pairwise(turns)):
-            if not self.train_all:
+            if not self.renderer.train_all:
                 return [_Draft((turn,), "", flags, as_one=self._adds_space) for turn in turns]
             # The whole text is trained, and only the last answer is evaluated.
             turns = turns[-1:] if whole.startswith(turns[-1].text) else []
@@ -221,64 +215,33 @@ class ExampleEncoder:
         rest = whole[len(last) :] if whole.startswith(last) else ""
         return [_Draft(tuple(turns), rest, flags, as_one=self._adds_space)]
 
-    def _tokenize(self, drafts: list[_Draft]) -> list[list[Document]]:
-        """Return the documents of each draft: a single document if its tokens are the same as at
-        inference.
-        """
-        tokens = self._encode_batch(drafts)
-        documents = [self._make_document(draft, tokens) for draft in drafts]
-        splits = [
-            draft.split() if document is None else []
-            for draft, document in zip(drafts, documents, strict=True)
-        ]
-        if not any(splits):
-            return [[cast(Document, document)] for document in documents]
-        rest = iter(self._tokenize([one for split in splits for one in split]))
-        return [
-            [document] if document is not None else [one for _ in split for one in next(rest)]
-            for document, split in zip(documents, splits, strict=True)
-        ]
-
-    def _encode_batch(self, drafts: list[_Draft]) -> dict[tuple[str, bool], Encoding]:
-        """Tokenize each text once, and in it each part between cutting tokens once, because the
-        documents of one chat repeat earlier messages.
-        """
-        texts = dict.fromkeys(
-            (text, draft.is_plain) for draft in drafts for text, _ in draft.pieces
-        )
-        found: dict[tuple[str, bool], Encoding] = {}
-        for is_plain, encoder in self._encoders.items():
-            parts = {
-                text: [text] if is_plain or self._adds_space else self._cut(text)
-                for text, plain in texts
-                if plain == is_plain
-            }
-            unique = list(dict.fromkeys(part for some in parts.values() for part in some))
-            encodings = encoder.encode_batch(unique, add_special_tokens=False)
-            encoded = dict(zip(unique, encodings, strict=True))
-            for text, some in parts.items():
-                merged = [encoded[part] for part in some]
-                found[text, is_plain] = Encoding.merge(merged, growing_offsets=True)
-        return found
-
     def _cut(self, text: str) -> list[str]:
-        """Split `text` before each cutting token, see `__init__`."""
+        """Split `text` before each cutting token, see `__init__`. A text without special tokens is
+        not split, nor a text that the tokenizer puts a space before.
+        """
+        if self.form == "text" or self._adds_space:
+            return [text]
         starts = [match.start() for match in self._cutting.finditer(text)]
         return [text[start:stop] for start, stop in pairwise([0, *starts, len(text)])]
 
-    def _make_document(
-        self, draft: _Draft, tokens: dict[tuple[str, bool], Encoding]
-    ) -> Document | None:
-        """Return the document of `draft`; None if a prompt that is tokenized alone has different
-        tokens than in the document.
+    def _encode(self, text: str) -> Encoding:
+        parts = self._cut(text)
+        for part in parts:
+            if part not in self._parts:
+                self._parts[part] = self._encoder.encode(part, add_special_tokens=False)
+        return Encoding.merge([self._parts[part] for part in parts], growing_offsets=True)
+
+    def _tokenize(self, draft: _Draft) -> list[Document]:
+        """Return the document of `draft`; if a prompt that is tokenized alone has different tokens
+        than in the document, the documents of its parts.
         """
-        encodings = [tokens[text, draft.is_plain] for text, _ in draft.pieces]
+        encodings = [self._encode(text) for text, _ in draft.pieces]
         ids = [token for encoding in encodings for token in encoding.ids]
         flags = bytearray()
         for encoding, (_, piece_flags) in zip(encodings, draft.pieces, strict=True):
             flags += bytes([piece_flags]) * len(encoding)
         if draft.inner and not self._mark(draft, encodings[0], flags):
-            return None
+            return [document for one in draft.split() for document in self._tokenize(one)]
         if draft.prefix is not None:
             # The text itself may contain the tokens at its beginning and end.
             prefix = () if tuple(ids[: len(draft.prefix)]) == draft.prefix else draft.prefix
@@ -286,7 +249,7 @@ class ExampleEncoder:
             ids = [*prefix, *ids, *suffix]
             last = TRAINED | ANSWER | END if draft.turns else draft.flags
             flags = bytearray([draft.flags]) * len(prefix) + flags + bytes([last]) * len(suffix)
-        return Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))
+        return [Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))]
 
     def _mark(self, draft: _Draft, encoding: Encoding, flags: bytearray) -> bool:
         """Set the flags of the inner answers. Return False if the tokens before an answer differ
@@ -301,7 +264,7 @@ class ExampleEncoder:
                 header = match.start()
             borders = len(turn.prompt), len(turn.prompt + turn.answer), len(turn.text)
             start, end, stop = (bisect_left(starts, border) for border in borders)
-            alone = self._encode_header(turn.prompt[header:])
+            alone = self._encode(turn.prompt[header:]).ids
             alike = ids[bisect_left(starts, header) : start] == alone and all(
                 offsets[place - 1][1] <= border
                 for place, border in zip((end, stop), borders[1:], strict=True)
@@ -311,7 +274,3 @@ class ExampleEncoder:
             flags[start:end] = bytes([TRAINED | ANSWER]) * (end - start)
             flags[end:stop] = bytes([TRAINED | ANSWER | END]) * (stop - end)
         return True
-
-    def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._encoders[False].encode(text, add_special_tokens=False).ids
-        return ids
