@@ -34,12 +34,11 @@ from titanlite.data.dataset import (
 )
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
-from titanlite.features.sft.chat import ChatRenderer, list_answers
+from titanlite.features.sft.chat import ChatRenderer
 from titanlite.features.sft.chat_template import set_date
-from titanlite.features.sft.forms import Chat, Messages, take_weight
+from titanlite.features.sft.forms import Chat, Messages, parse_image_chat
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import LocalRows
-from titanlite.features.sft.unread import refuse_unread
 from titanlite.ops import IGNORE_INDEX
 
 # Pillow reads 40 more formats. One of them, PostScript, starts a program.
@@ -89,14 +88,11 @@ class ImageBatch:
 
 
 class ImageRow(NamedTuple):
-    """One chat: its file and line, its messages as the template expects them, its images in order,
-    and the messages that are not trained.
-    """
+    """One chat, its file and row, and its images in order."""
 
     place: str
-    messages: Messages
-    images: tuple[Path, ...]
-    untrained: frozenset[int]
+    chat: Chat
+    images: list[Path]
 
 
 class ImageChatRenderer(ChatRenderer):
@@ -207,16 +203,15 @@ class ImageDataset(ShuffledSequences):
 
     def _process(self, row: ImageRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         images = [load_image(row.place, path) for path in row.images]
-        chat = Chat(row.messages, untrained=row.untrained)
         try:
-            turns, text = self._renderer.render(chat)
+            turns, text = self._renderer.render(row.chat)
         except RowError as error:
             raise DataError(f"{row.place}: {error}") from None
         if turns[-1].text.startswith(text):
             text = turns[-1].text  # with the end of turn that the next message would add
-        ids, extra = self._encode(row, len(row.messages), text, images)
+        ids, extra = self._encode(row, len(row.chat.messages), text, images)
         trained = torch.zeros_like(ids, dtype=torch.bool)
-        for i, turn in zip(list_answers(chat), turns, strict=True):
+        for i, turn in zip(row.chat.answers, turns, strict=True):
             before, _ = self._encode(row, i, turn.prompt, images)
             done, _ = self._encode(row, i + 1, turn.text, images)
             is_alike = torch.equal(done[: len(before)], before)
@@ -242,11 +237,7 @@ class ImageDataset(ShuffledSequences):
         """Return the tokens of `text`, the rendering of the first `num_messages` messages, and the
         further inputs of the model.
         """
-        count = sum(
-            part.get("type") == "image"
-            for m in row.messages[:num_messages]
-            for part in _parts_of(m)
-        )
+        count = len(_list_images(row.chat.messages[:num_messages]))
         try:
             found = self._processor(text=[text], images=images[:count] or None, return_tensors="pt")
         except Exception as error:  # a tokenizer or image processor may raise any error
@@ -344,55 +335,32 @@ def read_image_rows(path: Path) -> list[ImageRow]:
     for number, row in LocalRows((path,)).read(0, 0):
         place = f"{path}, row {number}"
         try:
-            if not isinstance(row, dict):
-                raise DataError(f"{place}: {row}")
             rows.append(_parse(place, row, path.parent))
-        except (DataError, RowError) as error:
-            problems.append(str(error))
+        except RowError as error:
+            problems.append(f"{place}: {error}")
     raise_problems(DataError, "data", problems)
     return rows
 
 
-def _parse(place: str, row: dict[str, Any], folder: Path) -> ImageRow:
-    refuse_unread(row, "images", f"{place}: row")
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{place}: has no list of messages under the key 'messages'.")
+def _parse(place: str, row: dict[str, Any] | RowError, folder: Path) -> ImageRow:
+    if isinstance(row, RowError):
+        raise row
+    if "messages" not in row:
+        raise RowError("missing field", "no field 'messages'. Add it.")
     if given := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
-        raise DataError(
-            f"{place}: has '{given[0]}', which chats with images do not take. Remove it."
-        )
-    images = []
-    untrained = set()
-    for i, message in enumerate(messages):
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str | list)
-        ):
-            raise DataError(
-                f"{place}: messages[{i}] has no role and content, text or a list of parts."
-            )
-        if not take_weight(message, f"{place}: messages[{i}]"):
-            untrained.add(i)
-        for j, part in enumerate(_parts_of(message)):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in ("text", "image") or not isinstance(part.get(kind), str):
-                raise DataError(
-                    f"{place}: messages[{i}].content[{j}] is neither {{'type': 'text', 'text': "
-                    f"...}} nor "
-                    "{'type': 'image', 'image': path}."
-                )
-            if kind == "image":
-                images.append(folder / part["image"])
+        text = f"has '{given[0]}', which chats with images do not take. Remove it."
+        raise RowError("not read", text)
+    chat = parse_image_chat(row)
+    images = [folder / name for name in _list_images(chat.messages)]
     if not images:
-        raise DataError(f"{place}: has no image. Rows of text belong in a dataset without images.")
-    return ImageRow(place, messages, tuple(images), frozenset(untrained))
+        raise RowError("no image", "has no image. Rows of text belong in a dataset without images.")
+    return ImageRow(place, chat, images)
 
 
-def _parts_of(message: dict[str, Any]) -> list[Any]:
-    content = message["content"]
-    return content if isinstance(content, list) else []
+def _list_images(messages: Messages) -> list[str]:
+    contents = (message["content"] for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def build_images(job: JobConfig) -> tuple[Any, SequenceDataset]:

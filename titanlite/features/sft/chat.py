@@ -241,7 +241,7 @@ class ChatRenderer:
             RowError: the template fails, drops a part, or shows an answer after a different prompt
                 than at inference; or the chat has no answer.
         """
-        answers = list_answers(chat)
+        answers = chat.answers
         if not answers and not self.train_all:
             raise RowError(
                 "no trained token",
@@ -257,9 +257,9 @@ class ChatRenderer:
         prompts = [self.show(shown, shown.messages[:i], prompt=True) for i in answers]
         done = [self.show(shown, shown.messages[: i + 1]) for i in answers]
         turns = [self._find_turn(shown, *each) for each in zip(answers, prompts, done, strict=True)]
-        is_last = answers[-1:] == [len(chat.messages) - 1]
+        is_last = answers[-1:] == (len(chat.messages) - 1,)
         whole = done[-1] if is_last else self.show(shown, shown.messages)
-        dropped = _list_dropped(chat, answers, turns, whole)
+        dropped = _list_dropped(chat, turns, whole)
         if dropped and not self.warn_of_dropped:
             raise RowError(
                 "dropped by the template", f"the chat template drops {dropped[0]}. {REMEDY}"
@@ -372,28 +372,19 @@ class ChatRenderer:
         return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
 
 
-def list_answers(chat: Chat) -> list[int]:
-    """Return the indices of the messages that are trained."""
-    return [
-        i
-        for i, message in enumerate(chat.messages)
-        if message["role"] == "assistant" and i >= chat.answers_from and i not in chat.untrained
-    ]
-
-
 def _count_common(first: str, second: str) -> int:
     return len(commonprefix([first, second]))  # noqa: RUF071  these are no paths
 
 
-def _list_dropped(chat: Chat, answers: list[int], turns: list[Turn], whole: str) -> list[str]:
+def _list_dropped(chat: Chat, turns: list[Turn], whole: str) -> list[str]:
     """Name the texts of the chat that the template does not show: templates ignore unknown
     fields.
     """
     shown = [*(turn.prompt for turn in turns), whole]
     dropped: list[str] = []
     for i, message in enumerate(chat.messages):
-        place = bisect_left(answers, i)
-        trained = i in answers
+        place = bisect_left(chat.answers, i)
+        trained = i in chat.answers
         text = turns[place].answer if trained else shown[place]
         parts = _list_texts(message, with_thought=trained)
         dropped += [f"messages[{i}]{name}" for name, part in parts if not shows(text, part)]

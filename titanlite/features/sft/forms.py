@@ -30,7 +30,7 @@ from titanlite.features.sft.unread import list_unread, refuse_placeholder, refus
 T = TypeVar("T", str, list[Any], dict[str, Any])
 Form = Literal["messages", "prompt_completion", "text", "preference"]
 Messages = list[dict[str, Any]]
-_Weighted = tuple[Messages, frozenset[int]]  # and the indices of messages that are not trained
+_Weighted = list[tuple[dict[str, Any], bool]]  # messages, each with False if it is not trained
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Alternative names of roles: ShareGPT's, an older one of OpenAI, and Llama's.
@@ -79,15 +79,12 @@ _JSON_LIST = re.compile(r"\s*\[\s*\{")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation for the chat template; the assistant's messages from `answers_from` on are the
-    answers to learn.
-    """
+    """A conversation for the chat template; `answers` are the indices of the messages to learn."""
 
     messages: Messages
-    answers_from: int = 0
+    answers: tuple[int, ...] = ()
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    untrained: frozenset[int] = frozenset()  # messages with "weight": 0
     arguments_as_text: bool = False  # tool calls' arguments, for templates that accept nothing else
 
 
@@ -145,6 +142,14 @@ def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
     return (_parse_messages(row) if form == "messages" else _parse_prompt_completion(row),)
 
 
+def parse_image_chat(row: dict[str, Any]) -> Chat:
+    """Return the chat of a row with images: a list of parts, of text or images, stays a list.
+    Raises as `parse_row`.
+    """
+    refuse_unread(row, "images")
+    return _join({}, [], _get_messages(row, "messages", ("text", "image")))
+
+
 def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
     """Count the columns that the row format does not read, and the keys of messages that neither it
     nor the chat template reads; any word of a template may be a key.
@@ -177,8 +182,8 @@ def _ask(row: dict[str, Any], *names: str) -> Messages:
     return [{"role": "user", "content": text}]
 
 
-def _answer(row: dict[str, Any], name: str) -> Messages:
-    return [{"role": "assistant", "content": _get_text(row, name)}]
+def _answer(row: dict[str, Any], name: str) -> _Weighted:
+    return [({"role": "assistant", "content": _get_text(row, name)}, True)]
 
 
 def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
@@ -190,15 +195,14 @@ def _get_system(row: dict[str, Any], turns: Messages) -> Messages:
 
 
 def _parse_messages(row: dict[str, Any]) -> Chat:
-    untrained = frozenset[int]()
     if pair := _find_question(row):
         names = _CONTEXTS if pair[0] == "instruction" else ()
-        asked = _ask(row, pair[0], *(name for name in names if row.get(name)))
-        messages = [*asked, *_answer(row, pair[1])]
+        before = _ask(row, pair[0], *(name for name in names if row.get(name)))
+        after = _answer(row, pair[1])
     else:
-        name = "messages" if "messages" in row else "conversations"
-        messages, untrained = _get_messages(row, name)
-    return _join(row, _get_system(row, messages), messages, untrained)
+        before = []
+        after = _get_messages(row, "messages" if "messages" in row else "conversations")
+    return _join(row, [*_get_system(row, before or _list_messages(after)), *before], after)
 
 
 def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
@@ -206,9 +210,8 @@ def _parse_prompt_completion(row: dict[str, Any]) -> Chat | Plain:
         prompt = _get_text(row, "prompt", may_be_empty=True)
         refuse_placeholder(prompt, "field 'prompt'")
         return Plain(prompt, _get_text(row, "completion"))
-    before, _ = _get_messages(row, "prompt")
-    after, untrained = _get_messages(row, "completion")
-    return _join(row, before, after, untrained)
+    before = _list_messages(_get_messages(row, "prompt"))
+    return _join(row, before, _get_messages(row, "completion"))
 
 
 def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
@@ -227,15 +230,17 @@ def _parse_preference(row: dict[str, Any]) -> tuple[Chat | Plain, ...]:
         return tuple(Plain(start, _get_text(row, name)) for name in names)
     if is_text:
         before = _get_asked(row, prompt)
-        answers = [(_answer(row, name), frozenset[int]()) for name in names]
+        answers = [_answer(row, name) for name in names]
     else:
         before, answers = _split_pair(row, prompt)
     before = [*_get_system(row, before), *before]
-    return tuple(_join(row, before, *answer) for answer in answers)
+    return tuple(_join(row, before, answer) for answer in answers)
 
 
 def _get_asked(row: dict[str, Any], prompt: Any) -> Messages:
-    return _ask(row, "prompt") if isinstance(prompt, str) else _get_messages(row, "prompt")[0]
+    if isinstance(prompt, str):
+        return _ask(row, "prompt")
+    return _list_messages(_get_messages(row, "prompt"))
 
 
 def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[_Weighted]]:
@@ -243,7 +248,7 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[_Weigh
     field, in the lists, or in both.
     """
     sides = [_get_messages(row, name) for name in ("chosen", "rejected")]
-    lists = [messages for messages, _ in sides]
+    lists = [_list_messages(side) for side in sides]
     shared = 0
     while shared < min(map(len, lists)) and lists[0][shared] == lists[1][shared]:
         shared += 1
@@ -258,19 +263,23 @@ def _split_pair(row: dict[str, Any], prompt: Any) -> tuple[Messages, list[_Weigh
     else:
         before = _get_asked(row, prompt)
         shared = len(before) if all(side[: len(before)] == before for side in lists) else 0
-    return before, [
-        (messages[shared:], frozenset(index - shared for index in untrained if index >= shared))
-        for messages, untrained in sides
-    ]
+    return before, [side[shared:] for side in sides]
 
 
-def _join(
-    row: dict[str, Any], before: Messages, after: Messages, untrained: frozenset[int] = frozenset()
-) -> Chat:
-    untrained = frozenset(index + len(before) for index in untrained)
+def _list_messages(weighted: _Weighted) -> Messages:
+    return [message for message, _ in weighted]
+
+
+def _join(row: dict[str, Any], before: Messages, after: _Weighted) -> Chat:
+    answers = (
+        index
+        for index, (message, is_trained) in enumerate(after, len(before))
+        if is_trained and message["role"] == "assistant"
+    )
     given = row.get("chat_template_kwargs")
     arguments = {} if given in (None, "") else parse_object(given, "field 'chat_template_kwargs'")
-    return Chat([*before, *after], len(before), _get_tools(row), arguments, untrained)
+    messages = [*before, *_list_messages(after)]
+    return Chat(messages, tuple(answers), _get_tools(row), arguments)
 
 
 def _missing(row: dict[str, Any], name: str, setting: str = "") -> RowError:
@@ -336,9 +345,9 @@ def _from_json(value: Any, where: str) -> Any:
         ) from None
 
 
-def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
-    """Return the messages of a field in OpenAI's format, and the indices of messages that are not
-    trained.
+def _get_messages(row: dict[str, Any], name: str, kinds: tuple[str, ...] = ("text",)) -> _Weighted:
+    """Return the messages of a field in OpenAI's format, whose contents have parts of these
+    `kinds`.
     """
     where = f"field '{name}'"
     value = _expect(_get(row, name), list, where)
@@ -346,16 +355,14 @@ def _get_messages(row: dict[str, Any], name: str) -> _Weighted:
         raise RowError(
             "empty field", f"{where} holds no message. Remove the row, or write messages."
         )
-    messages = []
-    untrained = set()
+    found = []
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         message = _unify(_expect(given, dict, where), where)
-        if not take_weight(message, where):
-            untrained.add(index)
+        is_trained = take_weight(message, where)
         refuse_unread(message, "messages", where)
-        messages.append(_check_message(message, where))
-    return messages, frozenset(untrained)
+        found.append((_check_message(message, where, kinds), is_trained))
+    return found
 
 
 def take_weight(message: dict[str, Any], where: str) -> bool:
@@ -399,7 +406,7 @@ def _unify(given: dict[str, Any], where: str) -> dict[str, Any]:
     return message
 
 
-def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _check_message(message: dict[str, Any], where: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     role = message.get("role")
     if role is None:
         raise RowError("missing field", f"{where} has no 'role'. Use one of {', '.join(ROLES)}.")
@@ -413,37 +420,42 @@ def _check_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     says_otherwise = role == "assistant" and (
         "tool_calls" in message or any(message.get(key) for key in REASONING)
     )
-    if "content" in message:
-        message["content"] = _flatten(message["content"], f"{where}.content")
-    elif says_otherwise:
-        message["content"] = ""  # templates would print a missing text as None
-    else:
+    if "content" not in message and not says_otherwise:
         raise RowError("missing field", f"{where} has no 'content'. Write text.")
-    if role == "assistant" and not says_otherwise and not message["content"].strip():
+    # templates would print a missing text as None
+    content = message.setdefault("content", "")
+    text = _get_content(content, f"{where}.content", kinds)
+    if kinds == ("text",):
+        # templates for text would print a list of parts in Python's syntax
+        message["content"] = text
+        if role == "user":
+            refuse_placeholder(text, f"{where}.content")
+    if role == "assistant" and not says_otherwise and not text.strip():
         raise RowError(
             "empty field",
             f"{where} is an empty message of the assistant. Remove it, or write an answer.",
         )
-    if role == "user":
-        refuse_placeholder(message["content"], f"{where}.content")
     return message
 
 
-def _flatten(content: Any, where: str) -> str:
-    """Return the content as text: templates for text would print a list of parts in Python's
-    syntax.
+def _get_content(content: Any, where: str, kinds: tuple[str, ...]) -> str:
+    """Return the text of a content. Raises RowError: it is neither text nor a list of parts of
+    these `kinds`.
     """
     if not isinstance(content, list):
         return _expect(content, str, where)
     texts = []
     for index, part in enumerate(content):
-        if (kind := _expect(part, dict, f"{where}[{index}]").get("type")) != "text":
-            text = (
-                f"{where}[{index}] is a part of type {kind!r}, not text. Only text is read: remove "
-                "such parts."
+        kind = _expect(part, dict, f"{where}[{index}]").get("type")
+        if kind not in kinds:
+            raise RowError(
+                "wrong type",
+                f"{where}[{index}] is a part of type {kind!r}, not {' or '.join(kinds)}. Remove "
+                "such parts.",
             )
-            raise RowError("wrong type", text)
-        texts.append(_expect(part.get("text"), str, f"{where}[{index}].text"))
+        value = _expect(part.get(kind), str, f"{where}[{index}].{kind}")
+        if kind == "text":
+            texts.append(value)
     return "".join(texts)
 
 

@@ -193,7 +193,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, name):
     loss.backward()
 
     reference = AutoProcessor.from_pretrained(tmp_path)
-    texts = [reference.apply_chat_template(row.messages, tokenize=False) for row in rows]
+    texts = [reference.apply_chat_template(row.chat.messages, tokenize=False) for row in rows]
     inputs = reference(
         text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"
     )

@@ -68,9 +68,9 @@ def test_a_question_and_its_answer_are_a_chat(case):
     row, question = json.loads(case["row"]), {"role": "user", "content": case["asked"]}
     assert detect_form(row) == "messages"
     (chat,) = parse_row(row, "messages")
-    assert chat == Chat([question, ANSWER])
+    assert chat == Chat([question, ANSWER], (1,))
     (chat,) = parse_row({**row, "system": "s"}, "messages")
-    assert chat == Chat([{"role": "system", "content": "s"}, question, ANSWER], 1)
+    assert chat == Chat([{"role": "system", "content": "s"}, question, ANSWER], (2,))
 
 
 def test_other_forms_go_before_questions():
@@ -104,7 +104,7 @@ def test_what_changes_nothing_is_accepted():
 def test_flags_of_messages_are_weights():
     for name in WEIGHTS:
         (chat,) = parse({"messages": [USER, ANSWER | {name: 0}, USER, ANSWER | {name: 1}]})
-        assert chat.untrained == {1} and chat.messages == [USER, ANSWER, USER, ANSWER]
+        assert chat.answers == (3,) and chat.messages == [USER, ANSWER, USER, ANSWER]
 
 
 def test_flags_of_pairs_are_weights():
@@ -115,8 +115,7 @@ def test_flags_of_pairs_are_weights():
     }
     sides["rejected"][3] = ANSWER | {"content": "d", "loss": False}
     chosen, rejected = parse(sides)
-    assert chosen.answers_from == rejected.answers_from == 3
-    assert chosen.untrained == rejected.untrained == {3}
+    assert chosen.answers == rejected.answers == (5,)
 
 
 def test_older_calls_of_functions_are_tool_calls():
