@@ -19,16 +19,17 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from titanlite.base.errors import DataError
 from titanlite.data.tokenizer import HFTokenizer
-from titanlite.features.sft.chat_template import REMEDY, ChatTemplate
+from titanlite.features.sft.chat_template import REMEDY, render_chat
 from titanlite.features.sft.forms import REASONING, Chat, Messages
 from titanlite.features.sft.readers import RowError
 
@@ -43,10 +44,13 @@ DROPPED = "parts dropped by the template: "
 
 # Words that occur in no template: for the question, the answer and the next message.
 _WORDS = ("Kwyjqz", "Zqxjvq", "Wvkzxw")
-_CALL = {"type": "function", "id": "callAB000", "function": {"name": "f"}}
+_ARGUMENTS = {"a": _WORDS[1]}
+_CALL = {"type": "function", "id": "callAB000", "function": {"name": "f", "arguments": _ARGUMENTS}}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
-_FUNCTION = {"name": "f", "description": "f", "parameters": _PARAMETERS}
-_TOOL = {"type": "function", "function": _FUNCTION}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": _PARAMETERS},
+}
 
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _EMPTY_THOUGHT = re.compile(
@@ -96,111 +100,6 @@ class End(NamedTuple):
     header: str = ""
 
 
-class TurnFinder:
-    """Finder of answers in the text of a chat template, with the special tokens of `tokenizer`."""
-
-    def __init__(self, tokenizer: HFTokenizer) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder.values()
-        self.special_tokens = {
-            *tokenizer.all_special_tokens,
-            *(token.content for token in added if token.special),
-        }
-        self.special = any_of(self.special_tokens)
-
-    def find_turn(self, prompt: str, done: str, end: End) -> Turn | None:
-        """Return the answer in `done`, the text of the completed turn; None if `done` begins with a
-        different prompt, or has a different end.
-        """
-        start = self._find_start(prompt, done, end.header)
-        stop = len(done) - len(end.tail)
-        if start is None or stop < start or not done.endswith(end.tail):
-            return None
-        return Turn(prompt, done[start:stop], end.text)
-
-    def _find_start(self, prompt: str, done: str, header: str) -> int | None:
-        if done.startswith(prompt):
-            return len(prompt)
-        same = self.count_common(prompt, done)
-        more = prompt[same:]
-        # The completed turn shows at most the end of an empty reasoning block, and opens no other
-        # block.
-        if _EMPTY_THOUGHT.fullmatch(more):
-            starts = (match.start() for match in re.finditer(r"<|\[|\s+\Z|\Z", more))
-            left = next(len(more) - k for k in starts if done.startswith(more[k:], same))
-            if left or not _OPEN_THOUGHT.search(prompt, max(0, same - 80), same):
-                return same + left
-        # After a message of the assistant, or a tool's result, a turn may continue without a
-        # header.
-        if header and more == header:
-            return same
-        # The history differs: the answer starts after the same role header.
-        for shown in (prompt, _EMPTY_THOUGHT.sub("", prompt)):
-            marks = [*self.special.finditer(shown)]
-            role = shown[marks[-1].start() :] if marks else ""
-            place = done.rfind(role, same) if role else -1
-            if place >= 0:
-                return place + len(role)
-        return None
-
-    def count_common(self, prompt: str, done: str) -> int:
-        """Return the length of the beginning that both texts share, without cutting a special
-        token.
-        """
-        same = _count_common(prompt, done)
-        while mark := _OPEN_MARK.search(prompt, max(0, same - 80), same):
-            same = mark.start()
-        return same
-
-    def find_end(self, show: Callable[..., str], *, has_calls: bool, as_parts: bool) -> End:
-        """Find how a completed turn ends. The turn has a call (`has_calls`) or content, which is
-        text or a list of parts (`as_parts`). `show` renders messages, as `ChatRenderer.show`.
-
-        Raises RowError: the template rejects or drops it.
-        """
-        roles = ("user", "assistant", "tool" if has_calls else "user")
-        contents = [[{"type": "text", "text": word}] if as_parts else word for word in _WORDS]
-        asked, answer, then = (
-            {"role": role, "content": content}
-            for role, content in zip(roles, contents, strict=True)
-        )
-        if has_calls:
-            function = {"name": _FUNCTION["name"], "arguments": {"a": _WORDS[1]}}
-            answer |= {"content": "", "tool_calls": [{**_CALL, "function": function}]}
-            then |= {"name": function["name"], "tool_call_id": _CALL["id"]}
-        prompt = show([asked], prompt=True)
-        finished = show([asked, answer])
-        header = prompt.removeprefix(show([asked]))
-        if _WORDS[1] not in finished:
-            raise RowError("dropped by the template", f"the chat template drops answers. {REMEDY}")
-        try:
-            followed = show([asked, answer, then])
-        except RowError:
-            followed = finished
-        tail = finished.rpartition(_WORDS[1])[2]
-        rest = followed.rpartition(_WORDS[1])[2].partition(_WORDS[2])[0]
-        alike = _count_common(tail, rest)
-        # A template may end the last turn of a chat differently than earlier turns.
-        ends = [*self.special.finditer(tail, 0, alike)] or [*self.special.finditer(tail)][:1]
-        role = self.special.search(header)  # if the next role header begins, the turn has ended
-        own = [*takewhile(lambda match: not role or match.group() != role.group(), ends)]
-        named = [match for match in own if match.group() == self._tokenizer.eos_token]
-        header = header if finished.startswith(prompt) else ""
-        if ends:
-            end = (named or own[-1:] or ends)[0]
-            return End(tail[end.start() :], end.group(), header)
-        rest = rest[alike:]
-        glue = rest[: len(rest) - len(rest.lstrip())]
-        return End(tail[alike:], glue + self._get_first_token(rest.lstrip()), header)
-
-    def _get_first_token(self, text: str) -> str:
-        if match := self.special.match(text):
-            return match.group()
-        encoder = self._tokenizer.backend_tokenizer
-        offsets = encoder.encode(text, add_special_tokens=False).offsets if text else []
-        return next((text[start:stop] for start, stop in offsets if stop > start), "")
-
-
 class ChatRenderer:
     """Renderer of chats with the template of `tokenizer`. `date` is the template's current date in
     ISO format; empty: today.
@@ -222,13 +121,18 @@ class ChatRenderer:
         self.train_all = train_all
         self.warn_of_dropped = warn_of_dropped
         self.counts: Counter[str] = Counter()
-        self._template = ChatTemplate(tokenizer, date)
-        self._finder = TurnFinder(tokenizer)
+        self._date = date
+        added = tokenizer.added_tokens_decoder.values()
+        self._special_tokens = {
+            *tokenizer.all_special_tokens,
+            *(token.content for token in added if token.special),
+        }
+        self._special = any_of(self._special_tokens)
         self._ends: dict[str, End] = {}
 
     def render_prompt(self, chat: Chat) -> str:
         """Return the text that the model gets at inference to answer the last message of `chat`.
-        Raises as `ChatTemplate.render`.
+        Raises as `render_chat`.
         """
         chat = self._choose_arguments(chat)
         return self.show(chat, chat.messages, prompt=True)
@@ -283,7 +187,7 @@ class ChatRenderer:
         template = str(self.tokenizer.chat_template or "")
         named: dict[str, Any] = self.tokenizer.special_tokens_map
         plain = {named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        tokens = {*self._finder.special.findall(template)} or self._finder.special_tokens
+        tokens = {*self._special.findall(template)} or self._special_tokens
         ends = {named[name] for name in ("bos_token", "eos_token") if name in named}
         return sorted((tokens - plain) | ends)
 
@@ -300,9 +204,10 @@ class ChatRenderer:
         message = chat.messages[i]
         as_parts = isinstance(message["content"], list)
         end = self.get_end(chat, has_calls="tool_calls" in message, as_parts=as_parts)
-        turn = self._finder.find_turn(prompt, done, end)
-        if turn is None:
-            same = self._finder.count_common(prompt, done)
+        start = self._find_start(prompt, done, end.header)
+        stop = len(done) - len(end.tail)
+        if start is None or stop < start or not done.endswith(end.tail):
+            same = _count_common(prompt, done)
             raise RowError(
                 "prompt differs",
                 f"the chat template shows messages[{i}] after a different prompt than at "
@@ -317,7 +222,35 @@ class ChatRenderer:
             self.counts["answers that end with the first token of the next message"] += 1
         if not done.startswith(prompt) and _EMPTY_THOUGHT.search(prompt):
             self.counts["answers after empty reasoning that only the prompt shows"] += 1
-        return turn
+        return Turn(prompt, done[start:stop], end.text)
+
+    def _find_start(self, prompt: str, done: str, header: str) -> int | None:
+        """Return where the answer begins in `done`, the text of the completed turn; None if `done`
+        begins with a different prompt.
+        """
+        if done.startswith(prompt):
+            return len(prompt)
+        same = _count_common(prompt, done)
+        more = prompt[same:]
+        # The completed turn shows at most the end of an empty reasoning block, and opens no other
+        # block.
+        if _EMPTY_THOUGHT.fullmatch(more):
+            starts = (match.start() for match in re.finditer(r"<|\[|\s+\Z|\Z", more))
+            left = next(len(more) - k for k in starts if done.startswith(more[k:], same))
+            if left or not _OPEN_THOUGHT.search(prompt, max(0, same - 80), same):
+                return same + left
+        # After a message of the assistant, or a tool's result, a turn may continue without a
+        # header.
+        if header and more == header:
+            return same
+        # The history differs: the answer starts after the same role header.
+        for shown in (prompt, _EMPTY_THOUGHT.sub("", prompt)):
+            marks = [*self._special.finditer(shown)]
+            role = shown[marks[-1].start() :] if marks else ""
+            place = done.rfind(role, same) if role else -1
+            if place >= 0:
+                return place + len(role)
+        return None
 
     def get_end(self, chat: Chat, *, has_calls: bool, as_parts: bool) -> End:
         """Return how the template ends a turn, given the tools and arguments of `chat`.
@@ -330,13 +263,59 @@ class ChatRenderer:
         as_text = chat.arguments_as_text
         key = json.dumps([has_calls, as_parts, bool(chat.tools), as_text, chat.template_kwargs])
         if key not in self._ends:
-            show = partial(self.show, replace(chat, tools=[_TOOL] if chat.tools else None))
+            probe = replace(chat, tools=[_TOOL] if chat.tools else None)
             try:
-                end = self._finder.find_end(show, has_calls=has_calls, as_parts=as_parts)
+                end = self._find_end(probe, has_calls=has_calls, as_parts=as_parts)
             except RowError:
                 end = self.get_end(chat, has_calls=False, as_parts=as_parts) if has_calls else End()
             self._ends[key] = end
         return self._ends[key]
+
+    def _find_end(self, chat: Chat, *, has_calls: bool, as_parts: bool) -> End:
+        """Find how a completed turn ends, as `get_end`. Raises RowError: the template rejects or
+        drops it.
+        """
+
+        def say(role: str, word: str) -> dict[str, Any]:
+            return {"role": role, "content": [{"type": "text", "text": word}] if as_parts else word}
+
+        asked = say("user", _WORDS[0])
+        answer = say("assistant", _WORDS[1])
+        then = say("user", _WORDS[2])
+        if has_calls:
+            answer |= {"content": "", "tool_calls": [_CALL]}
+            then |= {"role": "tool", "name": "f", "tool_call_id": _CALL["id"]}
+        prompt = self.show(chat, [asked], prompt=True)
+        finished = self.show(chat, [asked, answer])
+        header = prompt.removeprefix(self.show(chat, [asked]))
+        if _WORDS[1] not in finished:
+            raise RowError("dropped by the template", f"the chat template drops answers. {REMEDY}")
+        try:
+            followed = self.show(chat, [asked, answer, then])
+        except RowError:
+            followed = finished
+        tail = finished.rpartition(_WORDS[1])[2]
+        rest = followed.rpartition(_WORDS[1])[2].partition(_WORDS[2])[0]
+        alike = len(commonprefix([tail, rest]))  # noqa: RUF071  these are no paths
+        # A template may end the last turn of a chat differently than earlier turns.
+        ends = [*self._special.finditer(tail, 0, alike)] or [*self._special.finditer(tail)][:1]
+        role = self._special.search(header)  # if the next role header begins, the turn has ended
+        own = [*takewhile(lambda match: not role or match.group() != role.group(), ends)]
+        named = [match for match in own if match.group() == self.tokenizer.eos_token]
+        header = header if finished.startswith(prompt) else ""
+        if ends:
+            end = (named or own[-1:] or ends)[0]
+            return End(tail[end.start() :], end.group(), header)
+        rest = rest[alike:]
+        glue = rest[: len(rest) - len(rest.lstrip())]
+        return End(tail[alike:], glue + self._get_first_token(rest.lstrip()), header)
+
+    def _get_first_token(self, text: str) -> str:
+        if match := self._special.match(text):
+            return match.group()
+        encoder = self.tokenizer.backend_tokenizer
+        offsets = encoder.encode(text, add_special_tokens=False).offsets if text else []
+        return next((text[start:stop] for start, stop in offsets if stop > start), "")
 
     def _choose_arguments(self, chat: Chat) -> Chat:
         """Return `chat` with the arguments of its calls as JSON text, if the template accepts that,
@@ -346,34 +325,44 @@ class ChatRenderer:
         if not calls:
             return chat
         given = [call["function"]["arguments"] for call in calls]
-        as_text = replace(chat, arguments_as_text=True)
-        try:
-            text = self.show(chat, chat.messages)
-        except RowError:
-            text = ""
+        text = self._try_to_show(chat)
         if text and not any(value in text for one in given for value in _list_python_texts(one)):
             return chat
-        try:
-            other = self.show(as_text, chat.messages)
-        except RowError:
-            return chat
+        as_text = replace(chat, arguments_as_text=True)
+        other = self._try_to_show(as_text)
         # A template that prints each argument separately may show nothing of a JSON text.
-        if text and not all(_to_json(one) in other for one in given if one):
+        if not other or (text and not all(_to_json(one) in other for one in given if one)):
             return chat
         self.counts["chats with tool arguments as JSON text"] += 1
         return as_text
 
+    def _try_to_show(self, chat: Chat) -> str:
+        """Return the text of `chat`, or "" if the template fails."""
+        try:
+            return self.show(chat, chat.messages)
+        except RowError:
+            return ""
+
     def show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
-        """Render `messages` with the tools and arguments of `chat`. Raises as
-        `ChatTemplate.render`.
-        """
+        """Render `messages` with the tools and arguments of `chat`. Raises as `render_chat`."""
         if chat.arguments_as_text:
             messages = [_with_text_arguments(message) for message in messages]
-        return self._template.render(messages, chat.tools, chat.template_kwargs, prompt=prompt)
+        return render_chat(
+            self.tokenizer,
+            self._date,
+            messages,
+            chat.tools,
+            chat.template_kwargs,
+            prompt=prompt,
+        )
 
 
-def _count_common(first: str, second: str) -> int:
-    return len(commonprefix([first, second]))  # noqa: RUF071  these are no paths
+def _count_common(prompt: str, done: str) -> int:
+    """Return the length of the beginning that both texts share, without cutting a special token."""
+    same = len(commonprefix([prompt, done]))  # noqa: RUF071  these are no paths
+    while mark := _OPEN_MARK.search(prompt, max(0, same - 80), same):
+        same = mark.start()
+    return same
 
 
 def _list_dropped(chat: Chat, turns: list[Turn], whole: str) -> list[str]:
@@ -472,14 +461,10 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return `message` with the arguments of its calls as JSON text, for templates that accept
     nothing else.
     """
-    if "tool_calls" not in message:
-        return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    texts = [{**function, "arguments": _to_json(function["arguments"])} for function in functions]
-    calls = [
-        {**call, "function": text} for call, text in zip(message["tool_calls"], texts, strict=True)
-    ]
-    return {**message, "tool_calls": calls}
+    message = deepcopy(message)
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = _to_json(call["function"]["arguments"])
+    return message
 
 
 def _to_json(value: Any) -> str:

@@ -36,63 +36,49 @@ _ERRORS = (
 )
 
 
-class ChatTemplate:
-    def __init__(self, tokenizer: HFTokenizer, date: str = "") -> None:
-        self._tokenizer = tokenizer
-        self._date = date
-        self._special: dict[str, Any] = tokenizer.special_tokens_map
-        self._texts: dict[bool, str] = {}  # templates with and without tools
+def render_chat(
+    tokenizer: HFTokenizer,
+    date: str,
+    messages: Messages,
+    tools: Messages | None,
+    arguments: dict[str, Any],
+    *,
+    prompt: bool = False,
+) -> str:
+    """Render a conversation, with the generation prompt if `prompt`; `date` is the current date in
+    ISO format, empty for today.
 
-    def render(
-        self,
-        messages: Messages,
-        tools: Messages | None,
-        arguments: dict[str, Any],
-        *,
-        prompt: bool = False,
-    ) -> str:
-        """Render a conversation, with the generation prompt if `prompt`.
+    Raises:
+        DataError: the tokenizer has no chat template.
+        RowError: the template fails.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
 
-        Raises:
-            DataError: the tokenizer has no chat template.
-            RowError: the template fails.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        template = self._get(tools)
-        try:
-            texts, _ = render_jinja_template(
-                [cast(Any, messages)],
-                tools=cast(Any, tools),
-                chat_template=template,
-                add_generation_prompt=prompt,
-                continue_final_message=False,  # set here, so that no row's argument can set it
-                return_assistant_tokens_mask=False,
-                **self._special | arguments,
-            )
-        except _ERRORS as error:
-            said = str(error).strip().rstrip(".") or type(error).__name__
-            raise RowError(
-                "template failed", f"the chat template fails: {said}. {REMEDY}"
-            ) from None
-        return texts[0]
-
-    def _get(self, tools: Messages | None) -> str:
-        """Return the template for rows with or without tools, with dates written into its text."""
-        has_tools = tools is not None
-        if has_tools not in self._texts:
-            if not self._tokenizer.chat_template:
-                raise DataError(
-                    "data: the rows are chats, but the tokenizer has no chat template. Set "
-                    "data.chat_template to a Jinja file, use the tokenizer of a chat model "
-                    "(data.tokenizer_path), or give prompt and completion as text."
-                )
-            try:
-                template = self._tokenizer.get_chat_template(None, cast(Any, tools))
-            except ValueError as error:  # several named templates without a default
-                raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
-            self._texts[has_tools] = set_date(template, self._date)
-        return self._texts[has_tools]
+    if not tokenizer.chat_template:
+        raise DataError(
+            "data: the rows are chats, but the tokenizer has no chat template. Set "
+            "data.chat_template to a Jinja file, use the tokenizer of a chat model "
+            "(data.tokenizer_path), or give prompt and completion as text."
+        )
+    try:
+        template = tokenizer.get_chat_template(None, cast(Any, tools))
+    except ValueError as error:  # several named templates without a default
+        raise DataError(f"data: {error} Set data.chat_template to a Jinja file.") from None
+    special: dict[str, Any] = tokenizer.special_tokens_map
+    try:
+        texts, _ = render_jinja_template(
+            [cast(Any, messages)],
+            tools=cast(Any, tools),
+            chat_template=set_date(template, date),
+            add_generation_prompt=prompt,
+            continue_final_message=False,  # set here, so that no row's argument can set it
+            return_assistant_tokens_mask=False,
+            **special | arguments,
+        )
+    except _ERRORS as error:
+        said = str(error).strip().rstrip(".") or type(error).__name__
+        raise RowError("template failed", f"the chat template fails: {said}. {REMEDY}") from None
+    return texts[0]
 
 
 def set_date(template: Any, date: str) -> Any:
