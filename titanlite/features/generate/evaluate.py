@@ -102,19 +102,19 @@ def _prompts(examples: Examples, which: Iterable[int], tokenizer: Any) -> list[E
     found = []
     for example in which:
         place = next(iter(examples.get_documents(example)))
-        is_answer = (examples.flags[place] & ANSWER) != 0
+        tokens = examples.tokens[place]
+        is_answer = (tokens["flags"] & ANSWER) != 0
         if not is_answer.any():
             continue
         stop = int(np.flatnonzero(is_answer)[-1]) + 1
         # An answer may directly follow the end token of the previous answer.
-        ends = (examples.flags[place] & END) != 0
+        ends = (tokens["flags"] & END) != 0
         before = np.flatnonzero(~is_answer[: stop - 1] | (ends[: stop - 1] & ~ends[1:stop]))
         start = int(before[-1]) + 1 if len(before) else 0
-        ids = examples.tokens[place]
-        reference = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=True)
-        found.append(
-            EvaluationPrompt(ids[:start].tolist(), str(reference), examples.describe_place(example))
-        )
+        ids = tokens["id"].tolist()
+        reference = tokenizer.decode(ids[start:stop], skip_special_tokens=True)
+        where = examples.describe_place(example)
+        found.append(EvaluationPrompt(ids[:start], str(reference), where))
     return found
 
 

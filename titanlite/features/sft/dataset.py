@@ -22,6 +22,7 @@ from titanlite.data.dataset import (
     permute_places,
 )
 from titanlite.features.sft.chat import TRAINED
+from titanlite.features.sft.encode import count_trained
 from titanlite.features.sft.examples import Examples
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import refuse_rows
@@ -62,9 +63,7 @@ class ExampleSet:
         )
 
     def get_documents(self, member: int) -> Iterator[slice]:
-        """Yield the used parts of the documents of example `member`, as slices of `tokens` and
-        `flags`.
-        """
+        """Yield the used parts of the documents of example `member`, as slices of `tokens`."""
         places = self.examples.get_documents(int(self.selected[member]))
         starts = self.starts[member].tolist()
         lengths = self.lengths[member].tolist()
@@ -119,8 +118,8 @@ def fit_examples(
         lengths[is_long] = _cut_lengths(lengths[is_long], seq_len)
         for example, document in np.argwhere(is_long[:, None] & (trained > 0)).tolist():
             start = int(examples.offsets[example * size + document])
-            flags = examples.flags[start + 1 : start + int(lengths[example, document])]
-            trained[example, document] = np.count_nonzero(flags & TRAINED)
+            stop = start + int(lengths[example, document])
+            trained[example, document] = count_trained(examples.tokens[start:stop])
         is_left = (trained > 0).all(1) | ~is_long
         left_out[f"examples cut to {seq_len} tokens"] = int((is_long & is_left).sum())
     reason = (
@@ -157,7 +156,7 @@ def _refuse_long(examples: Examples, lengths: np.ndarray, seq_len: int) -> None:
     of tokens.
     """
     problems = [
-        (*examples.get_place(i), f"{lengths[i]} tokens, but training.seq_len is {seq_len}.")
+        (int(examples.places[i]), f"{lengths[i]} tokens, but training.seq_len is {seq_len}.")
         for i in np.flatnonzero(lengths > seq_len).tolist()
     ]
     longest = f" to {lengths.max()}, the longest" if len(problems) > 1 else ""
@@ -248,12 +247,12 @@ class ExampleSequences:
             places = (place for member in members for place in part.get_documents(int(member)))
             start = 0
             for document_id, place in enumerate(places):
-                ids = part.examples.tokens[place].astype(np.int64)
+                tokens = part.examples.tokens[place]
+                ids = tokens["id"].astype(np.int64)
                 stop = start + len(ids)
                 tokens_BL[row, start:stop] = ids
-                labels_BL[row, start : stop - 1] = np.where(
-                    part.examples.flags[place][1:] & TRAINED, ids[1:], IGNORE_INDEX
-                )
+                is_trained = (tokens["flags"][1:] & TRAINED) != 0
+                labels_BL[row, start : stop - 1] = np.where(is_trained, ids[1:], IGNORE_INDEX)
                 positions_BL[row, start:stop] = np.arange(len(ids))
                 document_ids_BL[row, start:stop] = document_id
                 start = stop

@@ -29,20 +29,15 @@ from titanlite.features.sft.chat import ANSWER, END, TRAINED, ChatRenderer, Turn
 from titanlite.features.sft.forms import Chat, Form, Plain, count_unread, parse_row
 from titanlite.features.sft.readers import RowError
 
+TOKEN = np.dtype([("id", np.uint32), ("flags", np.uint8)])  # flags as in `chat.py`
+Example = tuple[np.ndarray, ...]  # one document, or chosen and rejected; each (n,) of `TOKEN`
 
-@dataclass(frozen=True)
-class Document:
-    """Token ids (n,) int64 and flags (n,) uint8 of one document."""
 
-    ids: np.ndarray
-    flags: np.ndarray
-
-    @property
-    def num_trained(self) -> int:
-        """Number of trained tokens. The first token is never a label, because no token precedes
-        it.
-        """
-        return int(np.count_nonzero(self.flags[1:] & TRAINED))
+def count_trained(document: np.ndarray) -> int:
+    """Count the trained tokens of a document, (n,) of `TOKEN`. The first token is never a label,
+    because no token precedes it.
+    """
+    return int(np.count_nonzero(document["flags"][1:] & TRAINED))
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,6 @@ class _Draft:
         if len(self.turns) == 1:
             return [replace(self, as_one=False)]
         return [replace(self, turns=(turn,), rest="") for turn in self.turns]
-
-
-Example = tuple[Document, ...]  # one document, or chosen and rejected
 
 
 def encode_prompt(tokenizer: HFTokenizer, row: dict[str, Any]) -> list[int]:
@@ -171,7 +163,7 @@ class ExampleEncoder:
         a pair.
         """
         sides = [[each for draft in side for each in self._tokenize(draft)] for side in drafts]
-        if not all(document.num_trained for side in sides for document in side):
+        if not all(count_trained(document) for side in sides for document in side):
             return RowError(
                 "no trained token",
                 "no token of the row is trained. Remove it, or look at the template.",
@@ -184,8 +176,9 @@ class ExampleEncoder:
                 "prompt.",
             )
         for document in (document for side in sides for document in side):
-            ends = set(np.flatnonzero(document.flags & END).tolist())
-            self.stop_token_ids.update(int(document.ids[i]) for i in ends if i + 1 not in ends)
+            is_end = (document["flags"] & END) != 0
+            is_last = is_end & ~np.append(is_end[1:], False)
+            self.stop_token_ids.update(document["id"][is_last].tolist())
         if len(sides) > 1:
             return [tuple(side[0] for side in sides)]
         if len(sides[0]) > 1:
@@ -231,7 +224,7 @@ class ExampleEncoder:
                 self._parts[part] = self._encoder.encode(part, add_special_tokens=False)
         return Encoding.merge([self._parts[part] for part in parts], growing_offsets=True)
 
-    def _tokenize(self, draft: _Draft) -> list[Document]:
+    def _tokenize(self, draft: _Draft) -> list[np.ndarray]:
         """Return the document of `draft`; if a prompt that is tokenized alone has different tokens
         than in the document, the documents of its parts.
         """
@@ -249,7 +242,10 @@ class ExampleEncoder:
             ids = [*prefix, *ids, *suffix]
             last = TRAINED | ANSWER | END if draft.turns else draft.flags
             flags = bytearray([draft.flags]) * len(prefix) + flags + bytes([last]) * len(suffix)
-        return [Document(np.array(ids, dtype=np.int64), np.frombuffer(flags, dtype=np.uint8))]
+        document = np.empty(len(ids), TOKEN)
+        document["id"] = ids
+        document["flags"] = flags
+        return [document]
 
     def _mark(self, draft: _Draft, encoding: Encoding, flags: bytearray) -> bool:
         """Set the flags of the inner answers. Return False if the tokens before an answer differ

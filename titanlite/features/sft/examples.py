@@ -5,7 +5,6 @@ rows.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -23,17 +22,16 @@ from titanlite.base.log import logger
 from titanlite.base.text import list_names
 from titanlite.config.data import DataSection, get_fields
 from titanlite.data.corpus import get_cache_folder, get_code_digest, load_or_build
-from titanlite.data.tokenizer import HFTokenizer, count_ids, serialize
+from titanlite.data.tokenizer import HFTokenizer, serialize
 from titanlite.features.sft.chat import ChatRenderer
 from titanlite.features.sft.chat_template import set_date
-from titanlite.features.sft.encode import Document, ExampleEncoder
+from titanlite.features.sft.encode import TOKEN, ExampleEncoder, count_trained
 from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import Row, Rows, describe_place, refuse_rows
 
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
-_FILE_SHIFT = 40  # a place is (file << 40) | number
 _INDEX = ("offsets", "num_trained", "places")  # arrays that are loaded
 _HEADER = ("form", "names", "num_rows", "vocab_size", "stop_token_ids", "counts", "skipped")
 
@@ -45,8 +43,7 @@ class Examples:
     Attributes:
         form: format of the rows; None if no row could be used.
         names: files of the rows, as in `Rows.names`.
-        tokens: (num_tokens,) uint16, or uint32 for a vocabulary above 65536.
-        flags: (num_tokens,) uint8, the bits TRAINED and ANSWER of `titanlite.features.sft.chat`.
+        tokens: (num_tokens,) of `TOKEN`, memory-mapped if they are read from the cache.
         offsets: (num_documents + 1,) int64, where documents begin.
         num_trained: (num_documents,) int64, trained tokens of each document that are labels.
         places: (num_examples,) int64, the row of each example; examples of one row are consecutive.
@@ -62,7 +59,6 @@ class Examples:
     form: Form | None
     names: Sequence[str]
     tokens: np.ndarray
-    flags: np.ndarray
     offsets: np.ndarray
     num_trained: np.ndarray
     places: np.ndarray
@@ -77,15 +73,11 @@ class Examples:
     def documents_per_example(self) -> int:
         return 2 if self.form == "preference" else 1
 
-    def get_place(self, example: int) -> tuple[int, int]:
-        """Return the file and the number of an example's row."""
-        return divmod(int(self.places[example]), 1 << _FILE_SHIFT)
-
     def describe_place(self, example: int) -> str:
-        return describe_place(self.names, *self.get_place(example))
+        return describe_place(self.names, int(self.places[example]))
 
     def get_documents(self, example: int) -> Iterator[slice]:
-        """Yield the slice of `tokens` and `flags` for each document of an example."""
+        """Yield the slice of `tokens` for each document of an example."""
         size = self.documents_per_example
         for document in range(example * size, (example + 1) * size):
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
@@ -106,7 +98,6 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
     return replace(
         parts[-1],  # has the format, and the stop tokens of all parts
         tokens=np.concatenate([part.tokens for part in parts]),
-        flags=np.concatenate([part.flags for part in parts]),
         offsets=np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64),
         num_trained=np.concatenate([part.num_trained for part in parts]),
         places=np.concatenate([part.places for part in parts]),
@@ -166,25 +157,21 @@ def make_key(data: DataSection, tokenizer: HFTokenizer, rows: Sequence[object]) 
 
 def _write(data: DataSection, rows: Rows, tokenizer: HFTokenizer, path: Path) -> None:
     """Tokenize the rows and write the files of `path`."""
-    dtype = "uint16" if count_ids(tokenizer) <= 2**16 else "uint32"
     encoder = None
     parts: list[Examples] = []
     stream = rows.iterate_from()
-    with ExitStack() as stack:
-        tokens = stack.enter_context(write_atomic(path))
-        flags = stack.enter_context(write_atomic(path.with_suffix(".flags")))
+    with write_atomic(path) as file:
         while batch := list(islice(stream, _BATCH_ROWS)):
             encoder = encoder or make_encoder(data, tokenizer, batch)
             part = encode_rows(data, encoder, batch, rows.names)
-            tokens.write(part.tokens.astype(dtype).tobytes())
-            flags.write(part.flags.tobytes())
-            parts.append(replace(part, tokens=part.tokens[:0], flags=part.flags[:0]))
+            file.write(part.tokens.tobytes())
+            parts.append(replace(part, tokens=part.tokens[:0]))
         if not any(len(part.places) for part in parts):
             raise _no_usable_row(rows.names, parts)
     whole = concatenate(parts)
-    header = {name: getattr(whole, name) for name in _HEADER} | {"dtype": dtype}
+    header = {name: getattr(whole, name) for name in _HEADER}
     arrays = {name: getattr(whole, name) for name in _INDEX}
-    # Written last: it makes the other files valid.
+    # Written last: it makes the tokens valid.
     with write_atomic(path.with_suffix(".npz")) as file:
         np.savez(file, header=np.array(json.dumps(header)), **arrays)
 
@@ -195,12 +182,10 @@ def _load(path: Path) -> Examples | None:
         with path.with_suffix(".npz").open("rb") as file, np.load(file) as found:
             header = json.loads(str(found["header"]))
             arrays = {name: found[name] for name in _INDEX}
-        shape = (int(arrays["offsets"][-1]),)
-        tokens = np.memmap(path, header.pop("dtype"), "r", shape=shape)
-        flags = np.memmap(path.with_suffix(".flags"), np.uint8, "r", shape=shape)
+        tokens = np.memmap(path, TOKEN, "r", shape=(int(arrays["offsets"][-1]),))
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         return None
-    return Examples(tokens=tokens, flags=flags, **arrays, **header)
+    return Examples(tokens=tokens, **arrays, **header)
 
 
 def _no_usable_row(names: Sequence[str], parts: Sequence[Examples]) -> DataError:
@@ -226,34 +211,32 @@ def encode_rows(
     good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
     encoded = iter(map(_unknown_form, good) if encoder is None else encoder.encode(good))
     places: list[int] = []
-    documents: list[Document] = []
-    problems: list[tuple[int, int, str]] = []
+    documents: list[np.ndarray] = []
+    problems: list[tuple[int, str]] = []
     skipped: dict[str, tuple[int, str]] = {}
     for row in batch:
         result = row.content if isinstance(row.content, RowError) else next(encoded)
         if isinstance(result, RowError):
-            problems.append((row.file, row.number, str(result)))
-            place = describe_place(names, row.file, row.number)
-            count, first = skipped.get(result.reason, (0, f"{place}: {result}"))
+            problems.append((row.place, str(result)))
+            text = f"{describe_place(names, row.place)}: {result}"
+            count, first = skipped.get(result.reason, (0, text))
             skipped[result.reason] = (count + 1, first)
         else:
-            places += [row.file << _FILE_SHIFT | row.number] * len(result)
+            places += [row.place] * len(result)
             documents += chain.from_iterable(result)
     if problems and data.bad_rows == "error":
         remedy = 'To leave such rows out and count them, set data.bad_rows = "skip".'
         refuse_rows(names, problems, remedy)
-    ids = [np.empty(0, np.uint32), *(document.ids.astype(np.uint32) for document in documents)]
-    tokens = np.concatenate(ids)
+    tokens = np.concatenate([np.empty(0, TOKEN), *documents])
     return Examples(
         form=None if encoder is None else encoder.form,
         names=names,
         tokens=tokens,
-        flags=np.concatenate([np.empty(0, np.uint8), *(document.flags for document in documents)]),
-        offsets=np.cumsum([len(part) for part in ids], dtype=np.int64),
-        num_trained=np.array([document.num_trained for document in documents], dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, documents)], dtype=np.int64),
+        num_trained=np.array([*map(count_trained, documents)], dtype=np.int64),
         places=np.array(places, dtype=np.int64),
         num_rows=len(batch),
-        vocab_size=int(tokens.max(initial=0)) + 1,
+        vocab_size=int(tokens["id"].max(initial=0)) + 1,
         stop_token_ids=[] if encoder is None else sorted(encoder.stop_token_ids),
         counts={} if encoder is None else encoder.renderer.take_counts(),
         skipped=skipped,

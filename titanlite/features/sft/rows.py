@@ -31,16 +31,16 @@ from titanlite.features.sft.readers import (
 )
 
 _CHUNK_BYTES = 2**22
+# The place of a row is file * PER_FILE + number: rows count from 1 in their file, in the order of
+# the lines. 0 is the place before all rows.
+PER_FILE = 1 << 40
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row, or the error for which it cannot be read; `number` counts from 1 in its file, in the
-    order of the lines.
-    """
+    """A row, or the error for which it cannot be read."""
 
-    file: int
-    number: int
+    place: int
     content: dict[str, Any] | RowError
 
 
@@ -186,7 +186,7 @@ class Rows:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Paths, or the id of a dataset; `Row.file` is an index into them."""
+        """Paths, or the id of a dataset: the files of `Row.place`."""
         return self.source.names
 
     @cached_property
@@ -216,16 +216,17 @@ class Rows:
         parts = (self.source.get_digest(cache_folder), *self._code)
         return sha256(" ".join(parts).encode()).hexdigest()
 
-    def iterate_from(self, file: int = 0, number: int = 0) -> Iterator[Row]:
-        """Yield the rows after row `number` of file `file`; earlier rows are not parsed."""
-        for index in range(file, len(self.names)):
-            for found, content in self.source.read(index, number if index == file else 0):
+    def iterate_from(self, place: int = 0) -> Iterator[Row]:
+        """Yield the rows after `place`; earlier rows are not parsed."""
+        first, start = divmod(place, PER_FILE)
+        for file in range(first, len(self.names)):
+            for number, content in self.source.read(file, start if file == first else 0):
                 if isinstance(content, dict):
                     try:
                         content = rename_fields(self._convert(content), self.fields)
                     except RowError as error:
                         content = error
-                yield Row(index, found, content)
+                yield Row(file * PER_FILE + number, content)
 
     def _convert(self, content: dict[str, Any]) -> dict[str, Any]:
         if self._function is None:
@@ -243,24 +244,23 @@ class Rows:
         return found
 
 
-def describe_place(names: Sequence[str], file: int, number: int) -> str:
+def describe_place(names: Sequence[str], place: int) -> str:
     """Return the location of a row, such as 'chats.jsonl, row 7'."""
+    file, number = divmod(place, PER_FILE)
     return f"{names[file]}, row {number}"
 
 
-def refuse_rows(
-    names: Sequence[str], problems: Sequence[tuple[int, int, str]], remedy: str
-) -> None:
-    """Raise a DataError for the problems of rows (file, number, text). Rows of a file with the same
+def refuse_rows(names: Sequence[str], problems: Sequence[tuple[int, str]], remedy: str) -> None:
+    """Raise a DataError for the problems of rows (place, text). Rows of a file with the same
     text share one line, which names the first of them.
     """
     found = defaultdict[tuple[int, str], list[int]](list)
-    for file, number, text in problems:
-        found[file, text].append(number)
+    for place, text in problems:
+        found[place // PER_FILE, text].append(place)
     lines = []
-    for (file, text), numbers in found.items():
-        more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-        lines.append(f"{describe_place(names, file, numbers[0])}{more}: {text}")
+    for (_, text), places in found.items():
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        lines.append(f"{describe_place(names, places[0])}{more}: {text}")
     lines[-1] += f" {remedy}"
     raise_problems(DataError, "data", lines)
 

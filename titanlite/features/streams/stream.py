@@ -51,19 +51,16 @@ from titanlite.features.sft.rows import Row, Rows, open_rows
 from titanlite.features.sft.unread import describe_unread
 
 _FORMAT_VERSION = 4  # raise it if blocks or their packing change
-_START = (0, 0)
-
-_Place = tuple[int, int]  # file and number of the row after which a block begins, as in `Row`
 
 
 class _Block(NamedTuple):
-    """The examples of some rows, their sequences, and the position where the next block begins;
-    `_START` after the last block of a pass.
+    """The examples of some rows, their sequences, and the place after which the next block begins,
+    as in `Row`; 0 after the last block of a pass.
     """
 
     content: ExampleSet
     sequences: list[np.ndarray]
-    end: _Place
+    end: int
 
 
 class StreamDataset(ExampleSequences):
@@ -117,10 +114,10 @@ class StreamDataset(ExampleSequences):
         times = [file.stat().st_mtime_ns for file in rows.source.files]
         key = make_key(data, tokenizer, (*packing, *identity, rows.names, times))
         self._ends_file = get_cache_folder(data) / "streams" / f"{key}.json"
-        # for each block, in order, the position of its end and the number of sequences up to it
+        # for each block, in order, the place of its end and the number of sequences up to it
         self._ends = _load_ends(self._ends_file)
         self._encoder: ExampleEncoder | None = None
-        self._reader: tuple[_Place, Iterator[Row]] | None = None
+        self._reader: tuple[int, Iterator[Row]] | None = None
         self._reported: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
         # A micro-batch may need two blocks, and one more is made in advance.
@@ -161,7 +158,7 @@ class StreamDataset(ExampleSequences):
         return self._ends[number - 1][1] if number else 0
 
     def _get_block(self, number: int) -> _Block:
-        block = self._begin(self._ends[number - 1][0] if number else _START).result()
+        block = self._begin(self._ends[number - 1][0] if number else 0).result()
         self._begin(block.end)  # starts to make the next block
         if number in self._reported:
             return block
@@ -178,12 +175,12 @@ class StreamDataset(ExampleSequences):
             )
         return block
 
-    def _submit(self, place: _Place) -> Future[_Block]:
+    def _submit(self, place: int) -> Future[_Block]:
         return self._thread.submit(self._make_block, place)
 
-    def _add(self, end: _Place, total: int) -> None:
+    def _add(self, end: int, total: int) -> None:
         self._ends.append((end, total))
-        if end == _START and not total:
+        if not end and not total:
             raise DataError(
                 f"data: no row of {self.rows.names[0]} can be used; left out: "
                 f"{describe_counts(self.left_out)}. Look at the rows."
@@ -197,20 +194,20 @@ class StreamDataset(ExampleSequences):
                 "writable folder."
             ) from None
 
-    def _make_block(self, place: _Place) -> _Block:
+    def _make_block(self, place: int) -> _Block:
         """Read, render, tokenize and pack the block at `place`; a short or empty block is the last
         one of a pass.
         """
         if self._reader is None or self._reader[0] != place:
-            self._reader = (place, self.rows.iterate_from(*place))
+            self._reader = (place, self.rows.iterate_from(place))
         # a reader that raised cannot continue
         _, reader = self._reader
         self._reader = None
         data = self.data
         batch = list(islice(reader, data.streaming_block_rows))
-        end = _START
+        end = 0
         if len(batch) == data.streaming_block_rows:
-            end = (batch[-1].file, batch[-1].number)
+            end = batch[-1].place
             self._reader = (end, reader)
         if self._encoder is None:
             self._encoder = make_encoder(data, self.tokenizer, batch)
@@ -238,15 +235,17 @@ class StreamDataset(ExampleSequences):
             f"rows skipped ({reason})": f"; the first: {text}"
             for reason, (_, text) in examples.skipped.items()
         }
-        for what in content.left_out.keys() - self.left_out.keys():
+        for what in content.left_out:
+            if what in self.left_out:
+                continue
             logger.warning("data: %s, counted from here on%s", what, firsts.get(what, ""))
         self.chat_counts.update(examples.counts)
         self.left_out += content.left_out
 
 
-def _load_ends(file: Path) -> list[tuple[_Place, int]]:
+def _load_ends(file: Path) -> list[tuple[int, int]]:
     try:
-        return [((int(f), int(n)), int(total)) for (f, n), total in json.loads(file.read_bytes())]
+        return [(int(end), int(total)) for end, total in json.loads(file.read_bytes())]
     except (OSError, ValueError, TypeError):
         return []
 

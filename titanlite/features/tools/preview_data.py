@@ -105,8 +105,9 @@ def _get_from_examples(part: ExampleSet, members: np.ndarray) -> Iterator[ShownD
         place = escape_controls(part.examples.describe_place(int(part.selected[member])))
         starts = part.starts[member].tolist()
         for side, used, start in zip(sides, part.get_documents(member), starts, strict=True):
-            ids = part.examples.tokens[used].tolist()
-            trained = ((part.examples.flags[used] & TRAINED) != 0).tolist()
+            tokens = part.examples.tokens[used]
+            ids = tokens["id"].tolist()
+            trained = ((tokens["flags"] & TRAINED) != 0).tolist()
             trained[0] = False  # the first token is never a label
             beginning = f", from token {start} on" if start else ""
             yield ShownDocument(place + beginning, side, ids, trained, len(ids))

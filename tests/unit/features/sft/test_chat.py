@@ -25,7 +25,7 @@ def say(*texts, system=""):
 def mark(tokenizer, document, bit=TRAINED):
     """The text of a document, with what has `bit` in double brackets."""
     text, start = "", 0
-    ids, flags = document.ids.tolist(), (document.flags & bit).tolist()
+    ids, flags = document["id"].tolist(), (document["flags"] & bit).tolist()
     for stop in range(1, len(ids) + 1):
         if stop == len(ids) or bool(flags[stop]) != bool(flags[start]):
             part = tokenizer.decode(ids[start:stop])
@@ -85,7 +85,7 @@ def test_train_on_all(make_tokenizer):
         tokenizer = make_tokenizer(template)
         row = say("one", "two", "three", "four")
         ((document,),) = encode(tokenizer, row, train_all=True)
-        assert (document.flags & TRAINED).all()
+        assert (document["flags"] & TRAINED).all()
         answers = mark(tokenizer, document, ANSWER)
         assert answers.endswith("four<|im_end|>]]\n")
         assert ("[[two" in answers) == (template != THINKING)
@@ -136,11 +136,12 @@ def test_tokenizer_that_puts_a_space_before_every_text(make_tokenizer):
     row = say("one", "two", "three", "four")
     ((document,),) = encode(spaced, row)
     whole = spaced.apply_chat_template(row["messages"], tokenize=True)["input_ids"]
-    assert document.ids.tolist() == whole
+    assert document["id"].tolist() == whole
     prompt = spaced.apply_chat_template(
         row["messages"][:1], tokenize=True, add_generation_prompt=True
     )["input_ids"]
-    assert (document.flags[: len(prompt)] == 0).all() and document.flags[len(prompt)] & TRAINED
+    flags = document["flags"]
+    assert (flags[: len(prompt)] == 0).all() and flags[len(prompt)] & TRAINED
     alone = spaced("two<|im_end|>", add_special_tokens=False)["input_ids"]
     assert alone != whole[len(prompt) : len(prompt) + len(alone)]  # else this test shows nothing
 

@@ -17,7 +17,7 @@ from pyarrow.parquet import write_table
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
 from titanlite.features.sft.readers import RowError, drop_none, read_rows
-from titanlite.features.sft.rows import open_rows
+from titanlite.features.sft.rows import PER_FILE, open_rows
 
 _MARK = b"\xef\xbb\xbf"
 LINES = [
@@ -40,14 +40,14 @@ def open_path(path, **settings):
 def _compare(row):
     content = row.content
     error = (content.reason, str(content)) if isinstance(content, RowError) else None
-    return row.file, row.number, error or content
+    return row.place, error or content
 
 
 def _assert_starts_anywhere(rows):
     found = list(rows.iterate_from())
     expected = [_compare(row) for row in found]
     for i, row in enumerate(found, 1):
-        assert [_compare(r) for r in rows.iterate_from(row.file, row.number)] == expected[i:]
+        assert [_compare(r) for r in rows.iterate_from(row.place)] == expected[i:]
     return found
 
 
@@ -90,7 +90,15 @@ def test_rows_of_a_mixed_folder_from_any_row_on(tmp_path):
     (folder / "h.json").write_text('[{"a": 1}, 2, {"a": 3}]')
     (folder / "j.jsonl").write_bytes(b'{"a": 6}\n{"a": 7}\n')
     found = _assert_starts_anywhere(open_path(folder))
-    assert [sum(row.file == file for row in found) for file in range(7)] == [5, 0, 7, 3, 0, 3, 2]
+    assert [sum(row.place // PER_FILE == file for row in found) for file in range(7)] == [
+        5,
+        0,
+        7,
+        3,
+        0,
+        3,
+        2,
+    ]
     assert "not valid JSON ('utf-8' codec" in str(found[3].content)
 
 
@@ -100,7 +108,7 @@ def test_lines_from_any_row_on(tmp_path_factory, lines, ends):
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n" * ends)
     found = _assert_starts_anywhere(open_path(folder / "a.jsonl"))
     blank = [b"", b" \t\r", _MARK]
-    assert [row.number for row in found] == [
+    assert [row.place for row in found] == [
         number for number, line in enumerate(lines, 1) if line not in blank
     ]
 

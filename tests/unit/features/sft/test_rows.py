@@ -11,7 +11,7 @@ from files import error_of, read_table
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
 from titanlite.config.data import DataSection
-from titanlite.features.sft.rows import open_rows
+from titanlite.features.sft.rows import PER_FILE, open_rows
 
 GOOD = {"prompt": "a", "completion": "b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -81,7 +81,7 @@ def open_path(path, **settings):
 
 
 def read(rows):
-    return [(row.file, row.number, row.content) for row in rows.iterate_from()]
+    return [(*divmod(row.place, PER_FILE), row.content) for row in rows.iterate_from()]
 
 
 def test_saved_rows(tmp_path):
@@ -136,9 +136,7 @@ def test_hub_id(tmp_path, monkeypatch):
         "huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="abc")
     )
     stream = open_rows(DataSection(path="owner/name"), streaming=True)
-    assert [(row.number, row.content) for row in stream.iterate_from(0, 1)] == [
-        (2, {"prompt": "c"})
-    ]
+    assert [(row.place, row.content) for row in stream.iterate_from(1)] == [(2, {"prompt": "c"})]
     assert asked["revision"] == "abc" and stream.identity == ("owner/name (train), abc",)
 
     def fail(*_, **__):
