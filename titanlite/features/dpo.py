@@ -48,7 +48,8 @@ class DPO:
     def prepare(
         self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
     ) -> None:
-        self.reference.fill(batches, get_model, device)
+        if isinstance(self.reference, CachedReference):
+            self.reference.fill(batches, get_model, device)
 
     def count(self, batch: Batch) -> torch.Tensor:
         ids_BS = batch.document_ids
@@ -170,11 +171,6 @@ class AdaptersOff:
     """The frozen base model as reference: it takes one more forward per batch, without adapters,
     and no second model.
     """
-
-    def fill(
-        self, batches: Iterable[Batch], get_model: Callable[[], Model], device: torch.device
-    ) -> None:
-        """Do nothing."""
 
     def __call__(self, model: Model, batch: Batch) -> torch.Tensor:
         """Return log p(document), (B, N) float64. Collective: runs the sharded model; every rank

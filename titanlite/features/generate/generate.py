@@ -35,10 +35,9 @@ from titanlite.base.agree import gather_objects
 from titanlite.base.errors import CheckpointError, ConfigError, raise_problems
 from titanlite.base.log import logger
 from titanlite.checkpoint.folder import read_json
-from titanlite.data.dataset import TrainDataset
+from titanlite.data.dataset import TrainDataset, get_sources
 from titanlite.distributed import ParallelDims
 from titanlite.distributed.fsdp import forward_only
-from titanlite.features.streams.mixture import get_stop_token_ids
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.models.interface import Model
 from titanlite.ops.attention import AttentionMask, attention
@@ -154,10 +153,8 @@ def generate(
         for start in range(0, num_batches * batch_size, batch_size):
             numbers = mine[start : start + batch_size]
             found.update(batch.run({i: prompts[i] for i in numbers}))
-    if dims is not None and dist.get_world_size() > 1:
-        found = {
-            i: continuation for part in gather_objects(found) for i, continuation in part.items()
-        }
+    if dims is not None:
+        found = {i: each for part in gather_objects(found) for i, each in part.items()}
     return [found[i] for i in range(len(prompts))]
 
 
@@ -260,7 +257,7 @@ class _Batch:
 
     def _all_ended(self, ended: Sequence[bool]) -> bool:
         """Return True, on all ranks, if all rows have ended on all ranks."""
-        if self.dims is None or dist.get_world_size() == 1:
+        if self.dims is None:
             return all(ended)
         going = torch.tensor([not all(ended)], dtype=torch.int32, device=self.device)
         dist.all_reduce(going)
@@ -350,12 +347,12 @@ def get_end_of_turn_ids(tokenizer: Any, dataset: TrainDataset | None = None) -> 
     """
     from titanlite.features.sft.chat import get_end_token
 
-    collected = get_stop_token_ids(dataset)
+    parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
+    found = {token for part in parts for token in getattr(part, "stop_token_ids", ())}
     # a stream knows only the rows that it has read
-    if dataset is not None and collected and dataset.num_train_sequences is not None:
-        return collected
-    token = get_end_token(tokenizer)
-    return sorted({*collected, *([] if token is None else [token])})
+    if dataset is None or not found or dataset.num_train_sequences is None:
+        found.update(get_end_token(tokenizer))
+    return sorted(found)
 
 
 def build_cache(model: Model, lengths: Sequence[int], max_len: int, device: torch.device) -> Any:

@@ -479,14 +479,14 @@ def any_of(tokens: set[str]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def get_end_token(tokenizer: HFTokenizer) -> int | None:
+def get_end_token(tokenizer: HFTokenizer) -> list[int]:
     """Return the special token that ends an answer without calls in the tokenizer's chat template;
-    None if there is none.
+    empty if there is none.
     """
     try:
         end = ChatRenderer(tokenizer).get_end(Chat([]), has_calls=False, as_parts=False)
     except DataError:  # it has no template
-        return None
+        return []
     ids: list[int] = tokenizer.encode(end.text, add_special_tokens=False)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return ids[-1] if ids and ids[-1] in special else None
+    return [token for token in ids[-1:] if token in special]

@@ -29,8 +29,6 @@ from titanlite.data.dataset import (
     Batch,
     SequenceDataset,
     Source,
-    TrainDataset,
-    get_sources,
     permute_places,
 )
 from titanlite.data.loader import build_packed, resolve_tokenizer_path
@@ -132,17 +130,13 @@ class MixtureDataset:
         return self.names[number], self.parts[number], place
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        places_B, numbers_B = np.divmod(np.asarray(indices, dtype=np.int64), len(self.parts))
-        order = np.argsort(numbers_B, kind="stable")
-        batches = []
-        for number in np.unique(numbers_B).tolist():
-            with naming_source(self.names[number]):
-                batches.append(self.parts[number].batch(places_B[numbers_B == number]))
-        back = torch.from_numpy(np.argsort(order, kind="stable"))
+        rows = []
+        for index in indices:
+            name, part, place = self.locate(index)
+            with naming_source(name):
+                rows.append(part.batch([place]))
         names = [field.name for field in fields(Batch)]
-        return Batch(
-            **{name: torch.cat([getattr(batch, name) for batch in batches])[back] for name in names}
-        )
+        return Batch(**{name: torch.cat([getattr(row, name) for row in rows]) for name in names})
 
 
 @contextmanager
@@ -156,12 +150,6 @@ def naming_source(name: str) -> Iterator[None]:
             rf"\bdata\.({own})\b", rf"data.sources.{name}.\1", str(error).removeprefix("data: ")
         )
         raise DataError(f"data.sources.{name}: {text}") from None
-
-
-def get_stop_token_ids(dataset: TrainDataset | None) -> list[int]:
-    """Return the tokens that end answers in all sources, as far as they are known."""
-    parts = [] if dataset is None else [source.dataset for source in get_sources(dataset)]
-    return sorted({token for part in parts for token in getattr(part, "stop_token_ids", ())})
 
 
 def _get_form(sources: Mapping[str, SequenceDataset]) -> str:
