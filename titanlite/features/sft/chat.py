@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any, NamedTuple
@@ -123,11 +122,8 @@ class ChatRenderer:
         self.counts: Counter[str] = Counter()
         self._date = date
         added = tokenizer.added_tokens_decoder.values()
-        self._special_tokens = {
-            *tokenizer.all_special_tokens,
-            *(token.content for token in added if token.special),
-        }
-        self._special = any_of(self._special_tokens)
+        special = {token.content for token in added if token.special}
+        self._special = any_of({*tokenizer.all_special_tokens, *special})
         self._ends: dict[str, End] = {}
 
     def render_prompt(self, chat: Chat) -> str:
@@ -175,21 +171,8 @@ class ChatRenderer:
         """Count `text` if it contains special tokens as plain text: most likely it is a chat that a
         template has rendered before.
         """
-        if any(token in text for token in self._spelled):
+        if self._special.search(text):
             self.counts[SPELLED] += 1
-
-    @cached_property
-    def _spelled(self) -> list[str]:
-        """Special tokens that a text should not contain: the tokens of the template, or without a
-        template all special tokens, and the begin and end tokens of a text. `build_end_reader` has
-        already removed a begin token at the start of the text and an end token at its end.
-        """
-        template = str(self.tokenizer.chat_template or "")
-        named: dict[str, Any] = self.tokenizer.special_tokens_map
-        plain = {named.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        tokens = {*self._special.findall(template)} or self._special_tokens
-        ends = {named[name] for name in ("bos_token", "eos_token") if name in named}
-        return sorted((tokens - plain) | ends)
 
     def take_counts(self) -> dict[str, int]:
         """Return `counts` since the last call, and reset them."""
