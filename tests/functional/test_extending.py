@@ -245,8 +245,9 @@ def test_a_converter_makes_the_rows_that_it_says(examples, tmp_path, checked, mo
         job = checked(Degrees(), *settings, f"--data.path={tmp_path / name}.jsonl", *more).job
         tokens[name] = build_data(job, 0, 1)[1].dataset.train.examples
     assert tokens["asked"].tokens.tolist() == tokens["plain"].tokens.tolist()
-    count, first = tokens["asked"].skipped["converter failed"]
-    assert count == 3 and "raised ValueError: bad answer" in first
+    (what, count), *_ = tokens["asked"].left_out.items()
+    assert (what, count) == ("rows skipped (converter failed)", 3)
+    assert "raised ValueError: bad answer" in tokens["asked"].firsts[what]
     rows = open_rows(DataSection(path=f"{tmp_path / 'asked'}.jsonl", converter="my_rows:convert"))
     before = rows.identity
     (modules / "my_rows.py").write_text(BLOCKS["my_rows"] + "\n# changed\n")

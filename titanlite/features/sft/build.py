@@ -2,7 +2,6 @@
 dropped.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,10 @@ from titanlite.features.sft.chat_template import set_arguments
 from titanlite.features.sft.dataset import (
     ExampleDataset,
     ExampleSet,
-    describe_counts,
     fit_examples,
     hold_out,
 )
-from titanlite.features.sft.examples import build_examples, sum_counts
+from titanlite.features.sft.examples import build_examples, describe_counts, sum_counts
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import open_rows
 from titanlite.features.sft.unread import describe_unread
@@ -119,8 +117,8 @@ def describe(dataset: ExampleDataset) -> str:
     num_split = sum(source.num_split for source in dataset.sources)  # documents
     split = f", {num_split} longer documents split" if num_split else ""
     share = train.num_trained / train.num_tokens  # without padding
-    unread = describe_unread(sum_counts(source.examples for source in dataset.sources))
-    left_out = sum((source.left_out for source in dataset.sources), Counter[str]())
+    unread = describe_unread(sum_counts(source.examples.counts for source in dataset.sources))
+    left_out = sum_counts(source.left_out for source in dataset.sources)
     return (
         f"{len(train.selected)} {kind} to train on ({dataset.form}), "
         f"{len(dataset.held_out.selected)} held out{split}; {train.num_tokens} tokens, {share:.1%} "

@@ -23,7 +23,7 @@ from titanlite.data.dataset import (
 )
 from titanlite.features.sft.chat import TRAINED
 from titanlite.features.sft.encode import count_trained
-from titanlite.features.sft.examples import Examples
+from titanlite.features.sft.examples import Examples, describe_counts
 from titanlite.features.sft.forms import Form
 from titanlite.features.sft.rows import refuse_rows
 from titanlite.ops import IGNORE_INDEX
@@ -101,9 +101,7 @@ def fit_examples(
     lengths = np.diff(examples.offsets).reshape(-1, size)
     trained = examples.num_trained.reshape(-1, size).copy()
     is_long = lengths.sum(1) > seq_len
-    left_out = Counter(
-        {f"rows skipped ({reason})": count for reason, (count, _) in examples.skipped.items()}
-    )
+    left_out = Counter(examples.left_out)
     if too_long == "split":
         if form not in ("text", None):
             raise DataError(
@@ -144,11 +142,6 @@ def fit_examples(
         trained=trained[is_left],
         left_out=left_out,
     )
-
-
-def describe_counts(left_out: Counter[str]) -> str:
-    """Describe the rows and examples that were left out."""
-    return "; ".join(f"{what}: {count}" for what, count in left_out.items()) or "nothing"
 
 
 def _refuse_long(examples: Examples, lengths: np.ndarray, seq_len: int) -> None:

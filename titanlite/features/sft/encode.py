@@ -103,16 +103,12 @@ def encode_prompt(tokenizer: HFTokenizer, row: dict[str, Any]) -> list[int]:
 
 
 class ExampleEncoder:
-    """Encoder of rows of one format. A row can become several examples; an example is one document,
-    or a pair of them.
+    """Encoder of rows of one format; None: no format is known, and every row is an error. A row can
+    become several examples; an example is one document, or a pair of them.
     """
 
-    def __init__(
-        self,
-        renderer: ChatRenderer,
-        form: Form,
-    ) -> None:
-        self.form: Form = form
+    def __init__(self, renderer: ChatRenderer, form: Form | None) -> None:
+        self.form: Form | None = form
         self.renderer = renderer
         tokenizer = renderer.tokenizer
         self.stop_token_ids: set[int] = set()
@@ -137,14 +133,19 @@ class ExampleEncoder:
             }
         )
 
-    def encode(self, rows: Sequence[dict[str, Any]]) -> Iterator[list[Example] | RowError]:
+    def encode(
+        self, rows: Sequence[dict[str, Any] | RowError]
+    ) -> Iterator[list[Example] | RowError]:
         """Yield the examples of each row in order, or the error why it has none. All texts are
         tokenized in one call.
         """
-        self.renderer.counts.update(count_unread(rows, self.form, self._template))
+        read = (row for row in rows if isinstance(row, dict))
+        self.renderer.counts.update(count_unread(read, self.form, self._template))
         found: list[list[list[_Draft]] | RowError] = []
         for row in rows:
             try:
+                if isinstance(row, RowError):
+                    raise row
                 found.append([self._draft(parsed) for parsed in parse_row(row, self.form)])
             except RowError as error:
                 found.append(error)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -32,8 +32,6 @@ from titanlite.features.sft.rows import Row, Rows, describe_place, refuse_rows
 
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
-_INDEX = ("offsets", "num_trained", "places")  # arrays that are loaded
-_HEADER = ("form", "names", "num_rows", "vocab_size", "stop_token_ids", "counts", "skipped")
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Examples:
         vocab_size: one more than the largest id among the tokens.
         stop_token_ids: tokens that answers end with.
         counts: remarks about chats, as in `ChatRenderer`.
-        skipped: for each reason, the number of rows that were left out, and the message about the
-            first.
+        left_out: number of rows that were left out, by reason.
+        firsts: the message about the first row of each reason.
         content: digest of rows, tokenizer, template and options, independent of the rows' paths.
     """
 
@@ -66,7 +64,8 @@ class Examples:
     vocab_size: int
     stop_token_ids: Sequence[int]
     counts: Mapping[str, int]
-    skipped: Mapping[str, tuple[int, str]]
+    left_out: Mapping[str, int]
+    firsts: Mapping[str, str]
     content: str = ""
 
     @property
@@ -83,17 +82,13 @@ class Examples:
             yield slice(int(self.offsets[document]), int(self.offsets[document + 1]))
 
 
-def sum_counts(parts: Iterable[Examples]) -> Counter[str]:
-    """Add up the counts of remarks about chats."""
-    return sum((Counter(part.counts) for part in parts), Counter())
+def sum_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Add up counts by name."""
+    return sum(map(Counter, counts), Counter[str]())
 
 
 def concatenate(parts: Sequence[Examples]) -> Examples:
     """Join the examples of consecutive rows, which one encoder has encoded in this order."""
-    skipped: dict[str, tuple[int, str]] = {}
-    for reason, (count, first) in chain.from_iterable(part.skipped.items() for part in parts):
-        before, text = skipped.get(reason, (0, first))
-        skipped[reason] = (before + count, text)
     lengths = [np.diff(part.offsets) for part in parts]
     return replace(
         parts[-1],  # has the format, and the stop tokens of all parts
@@ -103,8 +98,9 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
         places=np.concatenate([part.places for part in parts]),
         num_rows=sum(part.num_rows for part in parts),
         vocab_size=max(part.vocab_size for part in parts),
-        counts=dict(sum_counts(parts)),
-        skipped=skipped,
+        counts=sum_counts(part.counts for part in parts),
+        left_out=sum_counts(part.left_out for part in parts),
+        firsts=dict(chain.from_iterable(part.firsts.items() for part in reversed(parts))),
     )
 
 
@@ -157,20 +153,21 @@ def make_key(data: DataSection, tokenizer: HFTokenizer, rows: Sequence[object]) 
 
 def _write(data: DataSection, rows: Rows, tokenizer: HFTokenizer, path: Path) -> None:
     """Tokenize the rows and write the files of `path`."""
-    encoder = None
+    encoder: ExampleEncoder | None = None
     parts: list[Examples] = []
     stream = rows.iterate_from()
     with write_atomic(path) as file:
         while batch := list(islice(stream, _BATCH_ROWS)):
-            encoder = encoder or make_encoder(data, tokenizer, batch)
+            if encoder is None or encoder.form is None:
+                encoder = make_encoder(data, tokenizer, batch)
             part = encode_rows(data, encoder, batch, rows.names)
             file.write(part.tokens.tobytes())
             parts.append(replace(part, tokens=part.tokens[:0]))
         if not any(len(part.places) for part in parts):
             raise _no_usable_row(rows.names, parts)
     whole = concatenate(parts)
-    header = {name: getattr(whole, name) for name in _HEADER}
-    arrays = {name: getattr(whole, name) for name in _INDEX}
+    arrays = {name: value for name, value in vars(whole).items() if isinstance(value, np.ndarray)}
+    header = {name: value for name, value in vars(whole).items() if name not in arrays}
     # Written last: it makes the tokens valid.
     with write_atomic(path.with_suffix(".npz")) as file:
         np.savez(file, header=np.array(json.dumps(header)), **arrays)
@@ -180,12 +177,12 @@ def _load(path: Path) -> Examples | None:
     """Map the arrays; return None if a file is missing, damaged or cut off."""
     try:
         with path.with_suffix(".npz").open("rb") as file, np.load(file) as found:
-            header = json.loads(str(found["header"]))
-            arrays = {name: found[name] for name in _INDEX}
-        tokens = np.memmap(path, TOKEN, "r", shape=(int(arrays["offsets"][-1]),))
+            arrays = {name: found[name] for name in found.files}
+        header = json.loads(str(arrays.pop("header")))
+        arrays["tokens"] = np.memmap(path, TOKEN, "r", shape=(int(arrays["offsets"][-1]),))
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         return None
-    return Examples(tokens=tokens, **arrays, **header)
+    return Examples(**arrays, **header)
 
 
 def _no_usable_row(names: Sequence[str], parts: Sequence[Examples]) -> DataError:
@@ -193,34 +190,38 @@ def _no_usable_row(names: Sequence[str], parts: Sequence[Examples]) -> DataError
     if not parts:
         return DataError(f"data: {where} holds no row. Set data.path to examples.")
     whole = concatenate(parts)
-    reasons = "; ".join(f"{count} rows: {reason}" for reason, (count, _) in whole.skipped.items())
-    first = next(text for _, text in whole.skipped.values())
+    first = whole.firsts[next(iter(whole.left_out))]
     return DataError(
-        f"data: {where}: none of {whole.num_rows} rows can be used ({reasons}). The first: {first}"
+        f"data: {where}: none of {whole.num_rows} rows can be used; left out: "
+        f"{describe_counts(whole.left_out)}. The first: {first}"
     )
 
 
+def describe_counts(left_out: Mapping[str, int]) -> str:
+    """Describe the rows and examples that were left out."""
+    return "; ".join(f"{what}: {count}" for what, count in left_out.items()) or "nothing"
+
+
 def encode_rows(
-    data: DataSection, encoder: ExampleEncoder | None, batch: Sequence[Row], names: Sequence[str]
+    data: DataSection, encoder: ExampleEncoder, batch: Sequence[Row], names: Sequence[str]
 ) -> Examples:
-    """Render and tokenize rows. Without an encoder, the rows have no known format.
+    """Render and tokenize rows.
 
     Raises:
         DataError: rows cannot be used, and `data.bad_rows` is 'error'; names all of them.
     """
-    good: list[dict[str, Any]] = [row.content for row in batch if isinstance(row.content, dict)]
-    encoded = iter(map(_unknown_form, good) if encoder is None else encoder.encode(good))
     places: list[int] = []
     documents: list[np.ndarray] = []
     problems: list[tuple[int, str]] = []
-    skipped: dict[str, tuple[int, str]] = {}
-    for row in batch:
-        result = row.content if isinstance(row.content, RowError) else next(encoded)
+    left_out = Counter[str]()
+    firsts: dict[str, str] = {}
+    encoded = encoder.encode([row.content for row in batch])
+    for row, result in zip(batch, encoded, strict=True):
         if isinstance(result, RowError):
             problems.append((row.place, str(result)))
-            text = f"{describe_place(names, row.place)}: {result}"
-            count, first = skipped.get(result.reason, (0, text))
-            skipped[result.reason] = (count + 1, first)
+            what = f"rows skipped ({result.reason})"
+            left_out[what] += 1
+            firsts.setdefault(what, f"{describe_place(names, row.place)}: {result}")
         else:
             places += [row.place] * len(result)
             documents += chain.from_iterable(result)
@@ -229,7 +230,7 @@ def encode_rows(
         refuse_rows(names, problems, remedy)
     tokens = np.concatenate([np.empty(0, TOKEN), *documents])
     return Examples(
-        form=None if encoder is None else encoder.form,
+        form=encoder.form,
         names=names,
         tokens=tokens,
         offsets=np.cumsum([0, *map(len, documents)], dtype=np.int64),
@@ -237,37 +238,32 @@ def encode_rows(
         places=np.array(places, dtype=np.int64),
         num_rows=len(batch),
         vocab_size=int(tokens["id"].max(initial=0)) + 1,
-        stop_token_ids=[] if encoder is None else sorted(encoder.stop_token_ids),
-        counts={} if encoder is None else encoder.renderer.take_counts(),
-        skipped=skipped,
+        stop_token_ids=sorted(encoder.stop_token_ids),
+        counts=encoder.renderer.take_counts(),
+        left_out=left_out,
+        firsts=firsts,
     )
 
 
-def make_encoder(
-    data: DataSection, tokenizer: HFTokenizer, batch: list[Row]
-) -> ExampleEncoder | None:
+def make_encoder(data: DataSection, tokenizer: HFTokenizer, batch: list[Row]) -> ExampleEncoder:
     """Build the encoder for the configured format, or else for the format of the first row of
-    `batch` whose format is known; None if there is no such row.
+    `batch` whose format is known.
 
     Raises:
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and
             the rows are not text.
     """
-    form = data.format
+    form = None if data.format == "auto" else cast(Form, data.format)
     fields = get_fields(data)
-    if form == "auto":
+    if form is None:
         own = detect_form(fields)  # columns in `data.fields` take precedence
         forms = (own or detect_form(row.content) for row in batch if isinstance(row.content, dict))
         form = next((form for form in forms if form is not None), None)
-        if form is None:
-            return None
-    form = cast(Form, form)
-    if unused := [
-        f"{name} = {column}" for name, column in fields.items() if name not in FORM_FIELDS[form]
-    ]:
+    known = fields if form is None else FORM_FIELDS[form]
+    if unused := [f"{name} = {column}" for name, column in fields.items() if name not in known]:
         raise DataError(
             f"data.fields: {list_names(unused)} cannot be used in rows of format '{form}', which "
-            f"take {', '.join(FORM_FIELDS[form])}. Remove what is not meant, or set data.format."
+            f"take {', '.join(known)}. Remove what is not meant, or set data.format."
         )
     if form == "preference" and data.train_on == "all":
         raise DataError(
@@ -281,13 +277,3 @@ def make_encoder(
         date=data.chat_date,
     )
     return ExampleEncoder(renderer, form)
-
-
-def _unknown_form(content: dict[str, Any]) -> RowError:
-    found = list_names(map(repr, sorted(content))) or "none"
-    return RowError(
-        "missing field",
-        f"the fields are {found}, which no known format has. Rename them: messages, question and "
-        "answer, prompt and completion, text, or prompt, chosen and rejected; or name them: "
-        "--data.fields.question=COLUMN.",
-    )

@@ -125,13 +125,21 @@ def detect_form(row: Mapping[str, Any]) -> Form | None:
     return "text" if "text" in row else None
 
 
-def parse_row(row: dict[str, Any], form: Form) -> tuple[Chat | Plain, ...]:
+def parse_row(row: dict[str, Any], form: Form | None) -> tuple[Chat | Plain, ...]:
     """Return the single document of `row`, or the chosen and the rejected one of a preference pair.
 
     Raises:
         RowError: a field is missing, empty or of the wrong type, a role is unknown, or an unread
-            column would change what is learned.
+            column would change what is learned, or the format is not known (None).
     """
+    if form is None:
+        found = list_names(map(repr, sorted(row))) or "none"
+        raise RowError(
+            "missing field",
+            f"the fields are {found}, which no known format has. Rename them: messages, question "
+            "and answer, prompt and completion, text, or prompt, chosen and rejected; or name "
+            "them: --data.fields.question=COLUMN.",
+        )
     refuse_unread(row, form)
     if form == "preference":
         return _parse_preference(row)
@@ -150,10 +158,14 @@ def parse_image_chat(row: dict[str, Any]) -> Chat:
     return _join({}, [], _get_messages(row, "messages", ("text", "image")))
 
 
-def count_unread(rows: Iterable[Mapping[str, Any]], form: Form, template: str) -> Counter[str]:
+def count_unread(
+    rows: Iterable[Mapping[str, Any]], form: Form | None, template: str
+) -> Counter[str]:
     """Count the columns that the row format does not read, and the keys of messages that neither it
     nor the chat template reads; any word of a template may be a key.
     """
+    if form is None:
+        return Counter()
     keys = _KEYS.union(re.findall(r"\w+", template))
     unread = (list_unread(row, _list_fields(row, form), keys) for row in rows)
     return Counter(chain.from_iterable(unread))

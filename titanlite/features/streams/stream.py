@@ -41,12 +41,11 @@ from titanlite.features.sft.build import (
 from titanlite.features.sft.dataset import (
     ExampleSequences,
     ExampleSet,
-    describe_counts,
     fit_examples,
     pack_examples,
 )
 from titanlite.features.sft.encode import ExampleEncoder
-from titanlite.features.sft.examples import encode_rows, make_encoder, make_key
+from titanlite.features.sft.examples import describe_counts, encode_rows, make_encoder, make_key
 from titanlite.features.sft.rows import Row, Rows, open_rows
 from titanlite.features.sft.unread import describe_unread
 
@@ -209,10 +208,9 @@ class StreamDataset(ExampleSequences):
         if len(batch) == data.streaming_block_rows:
             end = batch[-1].place
             self._reader = (end, reader)
-        if self._encoder is None:
+        if self._encoder is None or self._encoder.form is None:
             self._encoder = make_encoder(data, self.tokenizer, batch)
-            found = None if self._encoder is None else self._encoder.form
-            if found == "preference" and self.form == "auto":
+            if self._encoder.form == "preference" and self.form == "auto":
                 raise DataError(
                     'data: the stream has preference pairs. Set data.format = "preference".'
                 )
@@ -231,14 +229,11 @@ class StreamDataset(ExampleSequences):
             logger.warning("data: %s, counted from here on", warning)
         if unread := describe_unread(new):
             logger.info("data: %s, counted from here on", unread)
-        firsts = {
-            f"rows skipped ({reason})": f"; the first: {text}"
-            for reason, (_, text) in examples.skipped.items()
-        }
         for what in content.left_out:
             if what in self.left_out:
                 continue
-            logger.warning("data: %s, counted from here on%s", what, firsts.get(what, ""))
+            first = f"; the first: {examples.firsts[what]}" if what in examples.firsts else ""
+            logger.warning("data: %s, counted from here on%s", what, first)
         self.chat_counts.update(examples.counts)
         self.left_out += content.left_out
 

@@ -247,11 +247,11 @@ def _show_examples(dataset: ExampleDataset) -> None:
     )
     described = escape_controls(report.describe(dataset))
     print("  data       " + described.replace("; ", "\n             "))
-    for i, remark in enumerate(_list_remarks(sum_counts(sources))):
+    for i, remark in enumerate(_list_remarks(sum_counts(source.counts for source in sources))):
         print(f"  {'' if i else 'chats':10} {escape_controls(remark)}")
     for source in sources:
-        for _, first in source.skipped.values():
-            print(f"               {escape_controls(first)}")
+        for what in source.left_out:
+            print(f"               {escape_controls(source.firsts[what])}")
     for warning in report.get_warnings(dataset):
         print(f"  warning    {escape_controls(warning)}")
 

@@ -89,7 +89,9 @@ def test_every_example_is_in_one_sequence_with_its_labels(make_job, packing):
         assert dataset.num_sequences < 40 and dataset.packing_efficiency > 0.9
     else:
         assert dataset.num_sequences == 60
-    labels = dataset.batch(range(dataset.num_sequences)).labels
+    batch = dataset.batch(range(dataset.num_sequences))
+    labels = batch.labels
+    assert dataset.vocab_size == int(batch.tokens.max()) + 1
     assert (
         int((labels[: dataset.num_train_sequences] != IGNORE_INDEX).sum())
         == dataset.train.num_trained
@@ -254,7 +256,8 @@ def test_second_build_maps_the_files_of_the_first(make_job):
     assert files == {
         file: file.stat() for file in Path(job.data.cache_folder).glob("examples/*.tokens")
     }
-    assert again.skipped == first.skipped and again.skipped["missing field"][0] == 1
+    assert again.left_out == first.left_out == {"rows skipped (missing field)": 1}
+    assert again.firsts == first.firsts
     keys = {first.content}
     for changes in ({"train_on": "all"}, {"format": "prompt_completion"}, {"template": THINKING}):
         keys.add(build(make_job(rows, bad_rows="skip", **changes)).train.examples.content)

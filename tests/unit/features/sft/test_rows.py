@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset, DatasetDict
-from files import error_of, read_table
+from files import error_of, read_table, write_lines
 
 from titanlite.assemble import build_data
 from titanlite.base.errors import DataError
@@ -54,6 +54,18 @@ def test_all_bad_rows_of_a_batch_are_named_at_once(make_job):
     job = make_job([GOOD, {"prompt": "a"}, GOOD, {"completion": "b"}])
     _, first, second = error_of(DataError, build_data, job, 0, 1).splitlines()
     assert "row 2: no field 'completion'" in first and "row 4: " in second
+
+
+def test_rows_of_a_file_with_the_same_problem_share_a_line(make_job, tmp_path):
+    (tmp_path / "both").mkdir()
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"both/{name}.jsonl", [GOOD, {"prompt": "a"}, GOOD, {"prompt": "a"}])
+    job = make_job("")
+    job.data.path = str(tmp_path / "both")
+    with pytest.raises(DataError) as caught:
+        build_data(job, 0, 1)
+    _, first, second = str(caught.value).splitlines()
+    assert "a.jsonl, row 2 and 1 more: no" in first and "b.jsonl, row 2 and 1 more: no" in second
 
 
 def test_without_tokenizer_or_template(make_job, tmp_path):
