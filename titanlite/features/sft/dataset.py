@@ -280,20 +280,28 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
         self.sources = sources
         self.seq_len = seq_len
         self.pad_token_id = pad_token_id
-        self.packing = packing
-        self._rows = [
-            (train, members) for members in pack_examples(train, seq_len, packing=packing)
+        rows = [
+            [(part, members) for members in pack_examples(part, seq_len, packing=packing)]
+            for part in (train, held_out)
         ]
-        self.num_train_sequences = len(self._rows)
+        self._rows = rows[0] + rows[1]
+        self.num_sequences = len(self._rows)
+        self.num_train_sequences = len(rows[0])
+        self.num_validation_sequences = len(rows[1])
         # an average; a pair counts once
         self.examples_per_sequence = len(train.selected) / self.num_train_sequences
-        self._rows += [
-            (held_out, members) for members in pack_examples(held_out, seq_len, packing=packing)
-        ]
-        self.num_sequences = len(self._rows)
-        self.num_validation_sequences = self.num_sequences - self.num_train_sequences
+        content = (
+            str(packing).encode(),
+            train.selected.tobytes(),
+            train.lengths.tobytes(),
+            train.examples.content.encode(),
+        )
+        digest = sha256(b"".join(content)).hexdigest()
         # a description by examples, tokens, a digest of their source, and their layout in rows
-        self.fingerprint = self._describe()
+        self.fingerprint = (
+            f"{len(train.selected)} examples of {train.num_tokens} tokens (digest {digest[:8]}), "
+            f"sequences of {seq_len}"
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -313,20 +321,6 @@ class ExampleDataset(ExampleSequences, ShuffledSequences):
     def packing_efficiency(self) -> float:
         """Fraction of the tokens in training rows that are not padding."""
         return self.train.num_tokens / (self.num_train_sequences * self.seq_len)
-
-    def _describe(self) -> str:
-        train = self.train
-        parts = [
-            str(self.packing).encode(),
-            train.selected.tobytes(),
-            train.lengths.tobytes(),
-            train.examples.content.encode(),
-        ]
-        digest = sha256(b"".join(parts)).hexdigest()
-        return (
-            f"{len(train.selected)} examples of {train.num_tokens} tokens (digest {digest[:8]}), "
-            f"sequences of {self.seq_len}"
-        )
 
     def get_members(self, index: int) -> tuple[ExampleSet, np.ndarray]:
         return self._rows[index]
