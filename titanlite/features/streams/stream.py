@@ -81,7 +81,6 @@ class StreamDataset(ExampleSequences):
         tokenizer: HFTokenizer,
         held_out: ExampleSet | None,
         seq_len: int,
-        pad_token_id: int,
         seed: int,
     ) -> None:
         self.data = data
@@ -89,7 +88,7 @@ class StreamDataset(ExampleSequences):
         self.tokenizer = tokenizer
         self.held_out = held_out
         self.seq_len = seq_len
-        self.pad_token_id = pad_token_id
+        self.pad_token_id = get_padding(tokenizer)
         self.seed = seed
         # as configured: the result of 'auto' is not known before the first row, and is not pairs
         self.form = data.format
@@ -116,7 +115,7 @@ class StreamDataset(ExampleSequences):
         # for each block, in order, the place of its end and the number of sequences up to it
         self._ends = _load_ends(self._ends_file)
         self._encoder: ExampleEncoder | None = None
-        self._reader: tuple[int, Iterator[Row]] | None = None
+        self._readers: dict[int, Iterator[Row]] = {}  # at most one, by the place where it is
         self._reported: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "titanlite-stream")
         # A micro-batch may need two blocks, and one more is made in advance.
@@ -197,17 +196,14 @@ class StreamDataset(ExampleSequences):
         """Read, render, tokenize and pack the block at `place`; a short or empty block is the last
         one of a pass.
         """
-        if self._reader is None or self._reader[0] != place:
-            self._reader = (place, self.rows.iterate_from(place))
-        # a reader that raised cannot continue
-        _, reader = self._reader
-        self._reader = None
+        reader = self._readers.pop(place, None) or self.rows.iterate_from(place)
+        self._readers.clear()
         data = self.data
         batch = list(islice(reader, data.streaming_block_rows))
         end = 0
         if len(batch) == data.streaming_block_rows:
             end = batch[-1].place
-            self._reader = (end, reader)
+            self._readers[end] = reader
         if self._encoder is None or self._encoder.form is None:
             self._encoder = make_encoder(data, self.tokenizer, batch)
             if self._encoder.form == "preference" and self.form == "auto":
@@ -265,6 +261,6 @@ def build_stream_dataset(
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
     rows = open_rows(data, streaming=True)
     held_out = build_held_out(data, seq_len, tokenizer) if data.validation_path else None
-    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, get_padding(tokenizer), seed)
+    dataset = StreamDataset(data, rows, tokenizer, held_out, seq_len, seed)
     logger.info("%s: %s; %d held out", where, dataset.fingerprint, dataset.num_validation_sequences)
     return tokenizer, dataset
