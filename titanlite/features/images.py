@@ -35,7 +35,6 @@ from titanlite.data.dataset import (
 from titanlite.data.tokenizer import count_ids
 from titanlite.features.sft.build import get_padding
 from titanlite.features.sft.chat import ChatRenderer
-from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.forms import Chat, Messages, parse_image_chat
 from titanlite.features.sft.readers import RowError
 from titanlite.features.sft.rows import LocalRows
@@ -95,37 +94,11 @@ class ImageRow(NamedTuple):
     images: list[Path]
 
 
-class ImageChatRenderer(ChatRenderer):
-    """Renderer of chats by the template of `processor`; `date` is the template's current date."""
-
-    def __init__(self, processor: Any, date: str) -> None:
-        super().__init__(processor.tokenizer)
-        self._processor = processor
-        template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
-        # None: the default one of several by name
-        self._text = set_date(template, date) if isinstance(template, str) else None
-
-    def show(self, chat: Chat, messages: Messages, *, prompt: bool = False) -> str:
-        try:
-            return str(
-                self._processor.apply_chat_template(
-                    messages,
-                    chat_template=self._text,
-                    tokenize=False,
-                    add_generation_prompt=prompt,
-                )
-            )
-        except Exception as error:  # a template may raise any error
-            raise RowError(
-                "template failed", f"the model's processor refuses it: {first_line(error)}"
-            ) from error
-
-
 class ImageDataset(ShuffledSequences):
     """A `SequenceDataset` of the rows of a file, which are processed when they are needed.
 
-    `processor` is a transformers processor with a chat template; `date` is the current date in the
-    template (empty: today).
+    `processor` is a transformers processor whose tokenizer has a chat template; `date` is the
+    current date in the template (empty: today).
 
     Raises:
         DataError: lists all rows with an image that does not decode, without a trained token, with
@@ -152,7 +125,7 @@ class ImageDataset(ShuffledSequences):
         self.seq_len = seq_len
         self._rows = rows
         self._processor = processor
-        self._renderer = ImageChatRenderer(processor, date)
+        self._renderer = ChatRenderer(processor.tokenizer, date=date)
         self._padding = get_padding(processor.tokenizer) or 0
         digest = sha256()
         problems = []
@@ -267,8 +240,8 @@ def _join(values: list[Tensor]) -> Tensor:
 
 
 def load_processor(folder: str) -> Any:
-    """Return the processor of the model in `folder`. DataError: it is missing, or has no chat
-    template.
+    """Return the processor of the model in `folder`, with its chat template in its tokenizer, too.
+    DataError: it is missing, or has no chat template.
     """
     try:
         processor = load_from_folder("AutoProcessor", folder)
@@ -280,8 +253,10 @@ def load_processor(folder: str) -> Any:
         raise DataError(
             f"data: {folder} has no processor for images, only {type(processor).__name__}."
         )
-    if not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+    template = getattr(processor, "chat_template", None) or processor.tokenizer.chat_template
+    if not template:
         raise DataError(f"data: the processor of {folder} has no chat template.")
+    processor.tokenizer.chat_template = template
     return processor
 
 

@@ -90,7 +90,8 @@ ASK = "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 def test_answers_end_as_those_of_text_do(processor, tmp_path, template, end):
     changed = copy.copy(processor)
-    changed.chat_template = template
+    changed.tokenizer = copy.copy(processor.tokenizer)
+    changed.tokenizer.chat_template = template
     more = [
         {"role": "user", "content": "what"},
         {"role": "assistant", "content": [{"type": "text", "text": "w1 w2"}]},
