@@ -21,7 +21,7 @@ H query heads, G key/value heads, K and V head widths, D hidden.
 
 import math
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ class _Batch:
         """Continue `prompts`, which are keyed by their number. Without prompts this rank only takes
         part in the other ranks' forwards.
         """
-        rows = list(prompts.values()) or [[0]]
+        rows = [list(prompt) for prompt in prompts.values()] or [[0]]
         streams = [random.Random(f"{self.sampling.seed} {number}") for number in prompts] or [
             random.Random(0)
         ]
@@ -189,45 +189,28 @@ class _Batch:
         limit = _get_rope_limit(self.model)
         # When the text passes the limit, the frequencies change, and cached keys become invalid.
         stale = limit is not None and longest <= limit < longest + self.max_new_tokens
-        steps = self._cached_steps(rows) if self.cached and not stale else self._full_steps(rows)
-        logits_BV = next(steps)
-        for number in range(1, self.max_new_tokens + 1):
-            chosen_B = self._choose(logits_BV, streams)
-            for row, token in enumerate(chosen_B.tolist()):  # synchronization point
-                if ended[row]:
-                    continue
-                if token in self.eos_token_ids:
-                    ended[row] = True
-                    continue
-                new[row].append(token)
-            if number == self.max_new_tokens or self._all_ended(ended):
-                break
-            logits_BV = steps.send(chosen_B)
-        steps.close()
-        return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
-
-    def _cached_steps(
-        self, rows: list[Sequence[int]]
-    ) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Yield logits (B, V) of the next token; receive the chosen tokens (B,) by `send`."""
         tokens_BS = self._padded(rows)
-        max_len = max(tokens_BS.shape[1], max(map(len, rows)) + self.max_new_tokens)
-        cache = build_cache(self.model, [len(row) for row in rows], max_len, self.device)
-        chosen_B = yield self.model(tokens_BS, cache=cache)
-        while True:
-            chosen_B = yield self.model(self._padded([chosen_B.tolist()]), cache=cache)
-
-    def _full_steps(self, rows: list[Sequence[int]]) -> Generator[torch.Tensor, torch.Tensor, None]:
-        """Do the same as `_cached_steps`, but with a forward over the whole text for every token.
-        The model is causal, so no token sees the padding on its right.
-        """
-        texts = [list(row) for row in rows]
-        while True:
-            last_B = torch.tensor([len(text) - 1 for text in texts], device=self.device)
-            logits_BSV = self.model(self._padded(texts))
-            chosen_B = yield logits_BSV[torch.arange(len(texts), device=self.device), last_B]
-            for text, token in zip(texts, chosen_B.tolist(), strict=True):
-                text.append(token)
+        cache = None
+        if self.cached and not stale:
+            max_len = max(tokens_BS.shape[1], longest + self.max_new_tokens)
+            cache = build_cache(self.model, [len(row) for row in rows], max_len, self.device)
+        for _ in range(self.max_new_tokens):
+            if cache is not None:
+                logits_BV = self.model(tokens_BS, cache=cache)
+            else:  # the model is causal: no token sees the padding on its right
+                last_B = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+                logits_BSV = self.model(tokens_BS)
+                logits_BV = logits_BSV[torch.arange(len(rows), device=self.device), last_B]
+            chosen = self._choose(logits_BV, streams).tolist()  # synchronization point
+            for row, token in enumerate(chosen):
+                rows[row].append(token)
+                ended[row] = ended[row] or token in self.eos_token_ids
+                if not ended[row]:
+                    new[row].append(token)
+            if self._all_ended(ended):
+                break
+            tokens_BS = self._padded(rows if cache is None else [chosen])
+        return {i: Continuation(new[row], ended[row]) for row, i in enumerate(prompts)}
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return (B, S) int64, zeros on the right; S is a multiple of the ranks over which the
