@@ -28,7 +28,6 @@ from titanlite.features.generate.generate import generate, get_end_of_turn_ids, 
 from titanlite.features.sft.chat import ANSWER, END
 from titanlite.features.sft.dataset import ExampleDataset
 from titanlite.features.sft.examples import Examples, build_examples
-from titanlite.features.sft.rows import open_rows
 from titanlite.features.streams.stream import StreamDataset
 from titanlite.metrics.point import EvaluationResult, Example
 from titanlite.run import Run
@@ -87,9 +86,16 @@ def read_evaluation_prompts(
             answers.
     """
     try:
-        rows = open_rows(replace(data, path=path, split=split, pattern=""))
-        settings = replace(data, format="auto", bad_rows="error", train_on="assistant")
-        examples = build_examples(settings, rows, tokenizer)
+        settings = replace(
+            data,
+            path=path,
+            split=split,
+            pattern="",
+            format="auto",
+            bad_rows="error",
+            train_on="assistant",
+        )
+        examples = build_examples(settings, tokenizer)
         found = _prompts(examples, range(len(examples.places)), tokenizer)
         if not found:
             raise _no_answers(path, examples)

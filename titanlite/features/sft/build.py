@@ -25,7 +25,6 @@ from titanlite.features.sft.dataset import (
 )
 from titanlite.features.sft.examples import build_examples, describe_counts, sum_counts
 from titanlite.features.sft.forms import Form
-from titanlite.features.sft.rows import open_rows
 from titanlite.features.sft.unread import describe_unread
 
 
@@ -48,13 +47,10 @@ def build_example_dataset(
             and the settings do not allow that.
     """
     tokenizer = load_example_tokenizer(data) if tokenizer is None else tokenizer
-    rows = open_rows(data)
-    examples = build_examples(data, rows, tokenizer)
-    train = fit_examples(examples, seq_len, data.too_long)
+    train = fit_examples(build_examples(data, tokenizer), seq_len, data.too_long)
     if data.validation_path:
-        held_out = build_held_out(
-            replace(data, format=cast(Form, examples.form)), seq_len, tokenizer
-        )
+        form = cast(Form, train.examples.form)
+        held_out = build_held_out(replace(data, format=form), seq_len, tokenizer)
         sources = (train, held_out)
     else:
         sources = (train,)
@@ -70,8 +66,8 @@ def build_example_dataset(
 
 def build_held_out(data: DataSection, seq_len: int, tokenizer: HFTokenizer) -> ExampleSet:
     """Return the examples of `data.validation_path`."""
-    rows = open_rows(replace(data, path=data.validation_path, split=data.validation_split))
-    return fit_examples(build_examples(data, rows, tokenizer), seq_len, data.too_long)
+    data = replace(data, path=data.validation_path, split=data.validation_split)
+    return fit_examples(build_examples(data, tokenizer), seq_len, data.too_long)
 
 
 def load_example_tokenizer(data: DataSection) -> HFTokenizer:

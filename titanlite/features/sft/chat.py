@@ -174,9 +174,9 @@ class ChatRenderer:
         if self._special.search(text):
             self.counts[SPELLED] += 1
 
-    def take_counts(self) -> dict[str, int]:
+    def take_counts(self) -> Counter[str]:
         """Return `counts` since the last call, and reset them."""
-        taken = dict(self.counts)
+        taken = self.counts
         self.counts = Counter()
         return taken
 

@@ -28,7 +28,7 @@ from titanlite.features.sft.chat_template import set_date
 from titanlite.features.sft.encode import TOKEN, ExampleEncoder, count_trained
 from titanlite.features.sft.forms import FORM_FIELDS, Form, detect_form
 from titanlite.features.sft.readers import RowError
-from titanlite.features.sft.rows import Row, Rows, describe_place, refuse_rows
+from titanlite.features.sft.rows import Row, Rows, describe_place, open_rows, refuse_rows
 
 CODE = Path(__file__).parent, Path(__file__).parents[2] / "data"  # turns rows into tokens
 _BATCH_ROWS = 512  # texts and encodings of this many rows are in memory at once
@@ -104,15 +104,16 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
     )
 
 
-def build_examples(data: DataSection, rows: Rows, tokenizer: HFTokenizer) -> Examples:
-    """Render and tokenize `rows`, or map the files of an earlier call for the same rows and
-    settings.
+def build_examples(data: DataSection, tokenizer: HFTokenizer) -> Examples:
+    """Render and tokenize the rows of `data.path`, or map the files of an earlier call for the same
+    rows and settings.
 
     Raises:
         DataError: a row cannot be used and `data.bad_rows` is 'error' (names all bad rows among the
             same 512); no row can be used; a file cannot be read; the tokenizer has no chat
             template; the cache cannot be written.
     """
+    rows = open_rows(data)
     content = make_key(data, tokenizer, [rows.get_digest(get_cache_folder(data))])
     # File names are part of the key, because errors name them.
     key = sha256(json.dumps([content, rows.names, get_code_digest(*CODE)]).encode()).hexdigest()

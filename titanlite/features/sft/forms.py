@@ -371,13 +371,13 @@ def _get_messages(row: dict[str, Any], name: str, kinds: tuple[str, ...] = ("tex
     for index, given in enumerate(value):
         where = f"{name}[{index}]"
         message = _unify(_expect(given, dict, where), where)
-        is_trained = take_weight(message, where)
+        is_trained = _take_weight(message, where)
         refuse_unread(message, "messages", where)
         found.append((_check_message(message, where, kinds), is_trained))
     return found
 
 
-def take_weight(message: dict[str, Any], where: str) -> bool:
+def _take_weight(message: dict[str, Any], where: str) -> bool:
     """Remove the flags in `WEIGHTS` from `message`, and return whether it is trained.
 
     Raises RowError: a flag is not 0, 1, true or false, or marks a message of another role as
