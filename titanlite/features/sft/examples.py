@@ -11,7 +11,7 @@ from hashlib import sha256
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -167,8 +167,11 @@ def _write(data: DataSection, rows: Rows, tokenizer: HFTokenizer, path: Path) ->
         if not any(len(part.places) for part in parts):
             raise _no_usable_row(rows.names, parts)
     whole = concatenate(parts)
-    arrays = {name: value for name, value in vars(whole).items() if isinstance(value, np.ndarray)}
-    header = {name: value for name, value in vars(whole).items() if name not in arrays}
+    values = vars(whole)
+    arrays: dict[str, Any] = {
+        name: value for name, value in values.items() if isinstance(value, np.ndarray)
+    }
+    header = {name: value for name, value in values.items() if name not in arrays}
     # Written last: it makes the tokens valid.
     with write_atomic(path.with_suffix(".npz")) as file:
         np.savez(file, header=np.array(json.dumps(header)), **arrays)
@@ -254,12 +257,14 @@ def make_encoder(data: DataSection, tokenizer: HFTokenizer, batch: list[Row]) ->
         DataError: `data.train_on` is 'all' for preference pairs, or `data.text_field` is set and
             the rows are not text.
     """
-    form = None if data.format == "auto" else cast(Form, data.format)
+    form: Form | None = None if data.format == "auto" else cast(Form, data.format)
     fields = get_fields(data)
     if form is None:
         own = detect_form(fields)  # columns in `data.fields` take precedence
-        forms = (own or detect_form(row.content) for row in batch if isinstance(row.content, dict))
-        form = next((form for form in forms if form is not None), None)
+        forms: Iterator[Form | None] = (
+            own or detect_form(row.content) for row in batch if isinstance(row.content, dict)
+        )
+        form = next(filter(None, forms), None)
     known = fields if form is None else FORM_FIELDS[form]
     if unused := [f"{name} = {column}" for name, column in fields.items() if name not in known]:
         raise DataError(
