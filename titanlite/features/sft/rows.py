@@ -161,12 +161,11 @@ def _reading_hub(what: str) -> Iterator[None]:
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 
-    bases: Any = HfHubHTTPError.__mro__
-    transport = tuple(base for base in bases if base.__name__ in ("HTTPError", "RequestException"))
+    bases: Any = HfHubHTTPError.__bases__  # every error of the HTTP client, and OSError
     try:
         yield
     # ValueError: the split does not exist
-    except (DatasetsError, HfHubHTTPError, OSError, ValueError, *transport) as error:
+    except (DatasetsError, *bases, ValueError) as error:
         raise DataError(
             f"data: cannot read {what} from the Hugging Face hub: {first_line(error)}. Correct "
             "data.path, data.subset and data.split, check the network, or give a local file; a run "
