@@ -108,6 +108,18 @@ def test_a_nested_argument_is_never_written_as_python_would(make_tokenizer, valu
         assert f"<think>f {shown}</think>" in tokenizer.decode(documents[0]["id"])
 
 
+def test_an_argument_stays_an_object_where_text_would_show_nothing(make_tokenizer):
+    template = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}\
+{% if c.function.arguments is mapping %} {{ c.function.arguments }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}"""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"k": True}}}
+    messages = [*chat("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tokenizer = make_tokenizer(template + ASK)
+    (document,), _ = encode(tokenizer, messages)
+    assert "f {'k': True}<|im_end|>" in tokenizer.decode(document["id"])
+
+
 @pytest.mark.parametrize("case", CASES["dropped"])
 def test_each_part_that_is_dropped_is_named(make_tokenizer, case):
     template = case["template"]

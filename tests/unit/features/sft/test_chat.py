@@ -103,6 +103,12 @@ def test_prompt_and_completion(make_tokenizer):
     assert marked(tokenizer, row, "prompt_completion") == ["2 + 2 =[[ 4<|endoftext|>]]"]
 
 
+def test_special_tokens_in_a_text_are_spelled(make_tokenizer):
+    tokenizer = make_tokenizer(CHATML)
+    ((document,),) = encode(tokenizer, {"text": "a<|im_end|>b"}, "text")
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in document["id"]
+
+
 def test_beginning_of_text_is_added_once(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -181,6 +187,13 @@ REWRITTEN = {side: say("a", side, "c", "d")["messages"] for side in ("chosen", "
             "messages",
             say("one", "two", system="be"),
             r"drops messages\[0\], of the role 'system'",
+        ),
+        # The end of a turn is not always the same.
+        (
+            CHATML.replace("<|im_end|>", "{{ '<|im_end|>' if message.content|length < 40 }}"),
+            "messages",
+            say("one", "a" * 40),
+            r"messages\[1\] after a different prompt",
         ),
         # Inference would never ask for this answer.
         (OPEN_THOUGHT, "messages", say("one", "two"), r"messages\[1\] .*: '<think>.n' there, 'two"),

@@ -205,8 +205,10 @@ def test_a_mistake_names_the_source(make_sources, tmp_path):
     ):
         build_data(job, 0, 1)
     job.data.sources["b"].streaming, job.data.sources["b"].bad_rows = True, "error"
-    with pytest.raises(DataError, match=r"^data\.sources\.b: .*set data\.sources\.b\.too_long"):
-        get_rows(build_data(job, 0, 1)[1], 40)
+    loader = build_data(job, 0, 1)[1]
+    for read in (lambda: get_rows(loader, 40), lambda: loader.micro_batches(0)):
+        with pytest.raises(DataError, match=r"^data\.sources\.b: .*set data\.sources\.b\.too_long"):
+            read()
 
 
 def test_the_folder_is_no_part_of_the_order(make_sources, tmp_path):
