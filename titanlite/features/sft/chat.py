@@ -309,7 +309,7 @@ class ChatRenderer:
             return chat
         given = [call["function"]["arguments"] for call in calls]
         text = self._try_to_show(chat)
-        if text and not any(value in text for one in given for value in _list_python_texts(one)):
+        if text and not any(_shows_python(text, value) for value in _walk(given)):
             return chat
         as_text = replace(chat, arguments_as_text=True)
         other = self._try_to_show(as_text)
@@ -392,8 +392,7 @@ def _list_texts(message: dict[str, Any], *, with_thought: bool) -> Iterator[tupl
         for key, value in function["arguments"].items():
             where = f".tool_calls[{k}].function.arguments['{key}']"
             yield where, key
-            for text in _list_strings(value):
-                yield where, text
+            yield from ((where, text) for text in _walk(value) if isinstance(text, str))
 
 
 def _list_tool_texts(tool: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -407,12 +406,12 @@ def _list_tool_texts(tool: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f".parameters.{name}", name
 
 
-def _list_strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
+def _walk(value: Any) -> Iterator[Any]:
+    """Yield a JSON value, and all values in it."""
+    yield value
+    if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _list_strings(item)
+            yield from _walk(item)
 
 
 def shows(rendered: str, text: str) -> bool:
@@ -427,17 +426,12 @@ def shows(rendered: str, text: str) -> bool:
     return any(_SPACE.sub("", form) in bare for form in forms)
 
 
-def _list_python_texts(value: Any) -> list[str]:
-    """List the Python syntax of `value`, and of the objects and lists in it, where it differs from
-    JSON.
+def _shows_python(rendered: str, value: Any) -> bool:
+    """Return True if `rendered` contains a list or an object in Python's syntax, where it differs
+    from JSON.
     """
-    if not isinstance(value, dict | list) or not value:
-        return []
-    text = str(value)
-    if text == _to_json(value):
-        return []
-    inner = value.values() if isinstance(value, dict) else value
-    return [text, *(found for one in inner for found in _list_python_texts(one))]
+    text = str(value) if isinstance(value, dict | list) else ""
+    return text in rendered and text not in ("", _to_json(value))
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
