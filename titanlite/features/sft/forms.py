@@ -496,10 +496,11 @@ def parse_object(value: Any, where: str) -> dict[str, Any]:
 
 def _get_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools; OpenAI's older `functions` are converted to tools."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    tools = []
     for name in ("tools", "functions"):
         where = f"field '{name}'"
         listed = _expect(_from_json(row.get(name) or None, where) or [], list, where)
-        found[name] = [_expect(tool, dict, f"{name}[{k}]") for k, tool in enumerate(listed)]
-    older = [{"type": "function", "function": function} for function in found["functions"]]
-    return found["tools"] + older or None
+        for k, given in enumerate(listed):
+            tool = _expect(given, dict, f"{name}[{k}]")
+            tools.append(tool if name == "tools" else {"type": "function", "function": tool})
+    return tools or None
