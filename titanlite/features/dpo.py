@@ -159,7 +159,7 @@ def document_log_probs(model: Model, batch: Batch) -> tuple[torch.Tensor, torch.
 
 def num_documents(ids_BS: torch.Tensor) -> int:
     """Count the documents of the fullest row, rounded up to whole pairs."""
-    return max(-(-(int(ids_BS.max()) + 1) // 2), 1) * 2
+    return max(int(ids_BS.max()) // 2 + 1, 1) * 2
 
 
 def _membership(ids_BS: torch.Tensor, num: int) -> torch.Tensor:
@@ -244,13 +244,7 @@ def _keys(batch: Batch) -> Iterator[tuple[int, int, bytes]]:
         tensor.cpu().numpy() for tensor in (batch.tokens, batch.labels, batch.document_ids)
     )
     for row in range(ids.shape[0]):
-        for pair in range(-(-(int(ids[row].max()) + 1) // 2)):
-            digest = hashlib.blake2b(digest_size=16)
-            for document in (2 * pair, 2 * pair + 1):
-                at = ids[row] == document
-                digest.update(
-                    np.int64(at.sum()).tobytes()
-                    + tokens[row][at].tobytes()
-                    + labels[row][at].tobytes()
-                )
-            yield row, pair, digest.digest()
+        for pair in range(int(ids[row].max()) // 2 + 1):
+            at = ids[row] // 2 == pair
+            content = np.stack([ids[row][at] % 2, tokens[row][at], labels[row][at]])
+            yield row, pair, hashlib.blake2b(content.tobytes(), digest_size=16).digest()
