@@ -114,14 +114,14 @@ class MixtureDataset:
         counted from the first step.
         """
         indices = np.empty(stop - start, dtype=np.int64)
-        for places, number, first in self.order.get_runs(seed, start, stop):
-            name = self.names[number]
-            first += self.offsets.get(name, 0)
-            part_seed = get_source_seed(seed, name)
+        sources = self.order.get_sources(seed, start, stop)
+        for number, (name, first) in enumerate(self.get_taken(seed, start).items()):
+            places = np.flatnonzero(sources == number)
             last = first + len(places)
+            part_seed = get_source_seed(seed, name)
             with naming_source(name):
                 of_part = self.parts[number].get_train_indices(part_seed, first, last)
-            indices[places - start] = of_part * len(self.parts) + number
+            indices[places] = of_part * len(self.parts) + number
         return indices
 
     def locate(self, index: int) -> tuple[str, SequenceDataset, int]:
@@ -223,17 +223,14 @@ class _Order:
         start, before, sources = self._find_piece(seed, sample)
         return before + np.bincount(sources[: sample - start], minlength=len(self.quotas))
 
-    def get_runs(self, seed: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Yield for each source in samples [start, stop): its samples (n,) int64, the source, and
-        how many samples of the source come before them.
-        """
+    def get_sources(self, seed: int, start: int, stop: int) -> np.ndarray:
+        """Return the source of each of the samples [start, stop), int16."""
+        found = [np.empty(0, np.int16)]
         while start < stop:
             first, _, sources = self._find_piece(seed, start)
-            here = sources[start - first : stop - first]
-            before = self.count_before(seed, start)
-            for source in np.unique(here).tolist():
-                yield start + np.flatnonzero(here == source), source, int(before[source])
-            start += len(here)
+            found.append(sources[start - first : stop - first])
+            start += len(found[-1])
+        return np.concatenate(found)
 
 
 def _get_quotas(weights: Sequence[float]) -> np.ndarray:
