@@ -229,14 +229,12 @@ def _join(values: list[Tensor]) -> Tensor:
     """Concatenate along the first dim. Smaller images are padded with zeros at the end, as
     processors do in a batch.
     """
-    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    padded = []
-    for value in values:
-        missing = [size - length for size, length in zip(shape, value.shape[1:], strict=True)]
-        padded.append(
-            torch.nn.functional.pad(value, [n for size in reversed(missing) for n in (0, size)])
-        )
-    return torch.cat(padded)
+    rows = [row for value in values for row in value]
+    shape = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
+    joined = rows[0].new_zeros(len(rows), *shape)
+    for place, row in zip(joined, rows, strict=True):
+        place[tuple(map(slice, row.shape))] = row
+    return joined
 
 
 def load_processor(folder: str) -> Any:
