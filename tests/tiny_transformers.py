@@ -135,12 +135,15 @@ def save_tiny(name, folder):
 
 
 def mapping_of(kind):
-    """How transformers would read a Llama whose feed-forward is stored transposed, or whose q, k
-    and v are fused.
+    """How transformers would read a Llama whose feed-forward is stored transposed, or whose gate
+    and up are side by side, or whose q, k and v are fused.
     """
     from transformers import core_model_loading
-    from transformers.core_model_loading import Transpose, WeightConverter
+    from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
+    if kind == "side_by_side":
+        targets = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+        return [WeightConverter("mlp.gate_up.weight", targets, [Chunk(dim=1)])]
     if kind != "transposed" and not hasattr(core_model_loading, "Split"):
         pytest.skip("needs transformers 5.23")
     if kind == "transposed":
@@ -159,6 +162,9 @@ def store_as(kind, tensors):
         elif kind == "fused" and ".q_proj." in key:
             parts = [tensors.pop(key.replace(".q_", f".{part}_")) for part in "qkv"]
             tensors[key.replace(".q_proj.", ".qkv.")] = torch.cat(parts)
+        elif kind == "side_by_side" and ".gate_proj." in key:
+            parts = [tensors.pop(key.replace(".gate_", f".{part}_")) for part in ("gate", "up")]
+            tensors[key.replace(".gate_proj.", ".gate_up.")] = torch.cat(parts, dim=1)
 
 
 _CHAT_TEMPLATE = (

@@ -33,7 +33,8 @@ from titanlite.features.lora.peft_format import read_adapter
 from titanlite.features.passthrough import find_carried
 from titanlite.features.record.publish import render_merge_card
 from titanlite.features.tools.models import MODEL_HELP, find_base, find_model, read_config
-from titanlite.features.transformers.checkpoint import StoredForm, saved_entries, stored_forms
+from titanlite.features.transformers.checkpoint import stored_forms
+from titanlite.features.transformers.conversion import Group
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import Plan, Read, Region, TensorEntry, build_plan
 
@@ -188,30 +189,27 @@ def export_checkpoint(
 
 def _reader_of(plan: Plan, model: TransformersModel) -> Callable[[Item], _ReadRegion]:
     """Return a function from a stored tensor to the function that reads its regions."""
-    entries = saved_entries(plan.entries, model)
-    forms, rename = stored_forms(entries, model)
-    form_of = {form.key: form for form in forms}
-    groups = {form.group.first: form.group for form in forms}
+    entries, forms = stored_forms(plan, model)
+    form_of = {form.piece.key: form for form in forms}
     lock = Lock()
-
-    # The tensors of a conversion are consecutive, and each is read in parts.
-    @lru_cache(maxsize=1)
-    def convert(group: str) -> dict[str, torch.Tensor]:
-        found = groups[group].convert(read_whole, model)
-        return {rename(key): value for key, value in found.items()}
 
     def read_whole(name: str) -> torch.Tensor:
         entry = entries[name]
         return _read(entry, entry.dtype, whole(entry.fqn, entry.info.shape).region)
 
-    def read_converted(form: StoredForm, dtype: torch.dtype, region: Region) -> torch.Tensor:
+    # The tensors of a conversion are consecutive, and each is read in parts.
+    @lru_cache(maxsize=1)
+    def convert(group: Group) -> dict[str, torch.Tensor]:
+        return group.convert(read_whole)
+
+    def read_converted(group: Group, key: str, dtype: torch.dtype, region: Region) -> torch.Tensor:
         with lock:
-            return convert(form.group.first)[form.key][region.slices].to(dtype)
+            return convert(group)[key][region.slices].to(dtype)
 
     def find(item: Item) -> _ReadRegion:
         form = form_of[item.key]
-        if form.region is None:
-            return partial(read_converted, form, item.dtype)
+        if form.group is not None:
+            return partial(read_converted, form.group, item.key, item.dtype)
         return partial(_read, form.entry, item.dtype)
 
     return find

@@ -4,11 +4,13 @@ in memory.
 transformers describes the difference as renamings and operations on whole tensors (stack the
 experts, concatenate gate and up, cut a fused projection). Here transformers' own operations run on
 `Traced` placeholders, which record for each element the stored tensor and the position that it
-comes from. So the position of a shard in the files is known too. Operations that a placeholder
-cannot follow (transpositions, permutations) run on whole tensors, and the reader dequantizes MXFP4.
+comes from. So the position of a shard in the files is known too. After other operations
+(transpositions, permutations) only the shape is known, and they run again on whole tensors. The
+reader dequantizes MXFP4.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +22,6 @@ from titanlite.checkpoint.quantized import FP8
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import ReadRequest
-
-
-class NotTraceable(Exception):  # noqa: N818 - no error: the caller has another way
-    """An operation that does more than place regions of tensors. The text is the name of the
-    operation.
-    """
 
 
 @dataclass(frozen=True)
@@ -52,157 +48,131 @@ class TracedPart:
         return tuple(1 if dim is None else self.source_lengths[dim] for dim in self.dims)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """A placeholder for a tensor that records the origin of its elements; works with torch.stack,
-    cat, chunk, split.
+class Traced(torch.Tensor):
+    """A placeholder for a tensor, on meta, that records the origin of its elements through
+    torch.stack, cat, chunk, split, and squeeze.
 
     Attributes:
-        shape: shape of the tensor.
-        parts: disjoint blocks that cover it.
+        parts: disjoint blocks that cover the tensor; empty after any other operation.
     """
 
-    shape: tuple[int, ...]
-    parts: tuple[TracedPart, ...]
+    parts: tuple[TracedPart, ...] = ()
 
-    @classmethod
-    def source(cls, key: str, shape: tuple[int, ...]) -> "Traced":
+    @staticmethod
+    def source(key: str, shape: tuple[int, ...]) -> "Traced":
         """Return a placeholder for the whole source `key`."""
-        return cls(
-            shape,
-            (
-                TracedPart(
-                    key, (0,) * len(shape), (0,) * len(shape), shape, tuple(range(len(shape)))
-                ),
-            ),
-        )
+        traced = torch.empty(shape, device="meta").as_subclass(Traced)
+        starts = (0,) * len(shape)
+        traced.parts = (TracedPart(key, starts, starts, shape, tuple(range(len(shape)))),)
+        return traced
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if (implementation := _FUNCTIONS.get(function)) is None:
-            raise NotTraceable(getattr(function, "__name__", str(function)))
-        return implementation(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        found = super().__torch_function__(func, types, args, kwargs)
+        if func in _TRACERS:
+            _TRACERS[func](found, *args, **kwargs)
+        elif isinstance(found, Traced):
+            found.parts = ()  # an operation in place returns its argument
+        return found
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotTraceable(name)
 
-    def dim(self) -> int:
-        return len(self.shape)
+def parts_of(tensor: Any) -> tuple[TracedPart, ...]:
+    """Return the blocks that cover a result of a conversion; empty if they are not known."""
+    return getattr(tensor, "parts", ())
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> "Traced":
-        return self
+def _trace_cat(found: Traced, tensors: Sequence[Any], dim: int = 0) -> None:
+    dim %= found.dim()
+    parts = []
+    end = 0
+    for tensor in tensors:
+        if not (own := parts_of(tensor)):
+            return
+        parts += [replace(p, starts=_with(p.starts, dim, p.starts[dim] + end)) for p in own]
+        end += tensor.shape[dim]
+    found.parts = tuple(parts)
 
-    def squeeze(self, dim: int | None = None) -> "Traced":
-        if dim is None:
-            ones = [i for i, length in enumerate(self.shape) if length == 1]
-            return self if not ones else self.squeeze(ones[-1]).squeeze()
-        dim %= len(self.shape)
-        if self.shape[dim] != 1:
-            return self
-        parts = (
-            replace(p, starts=_without(p.starts, dim), dims=_without(p.dims, dim))
-            for p in self.parts
-        )
-        return Traced(_without(self.shape, dim), tuple(parts))
 
-    def narrow(self, dim: int, start: int, length: int) -> "Traced":
-        """Return the indices from `start` to `start + length` along `dim`."""
-        dim %= len(self.shape)
-        parts = []
-        for part in self.parts:
-            first = max(part.starts[dim], start)
-            end = min(part.starts[dim] + part.lengths[dim], start + length)
-            if end <= first:
-                continue
-            source_starts = list(part.source_starts)
-            source_lengths = list(part.source_lengths)
-            walked = part.dims[dim]
-            if walked is not None:
-                source_starts[walked] += first - part.starts[dim]
-                source_lengths[walked] = end - first
-            starts = _with(part.starts, dim, first - start)
-            parts.append(
-                TracedPart(part.key, starts, tuple(source_starts), tuple(source_lengths), part.dims)
+def _trace_stack(found: Traced, tensors: Sequence[Any], dim: int = 0) -> None:
+    dim %= found.dim()
+    if all(map(parts_of, tensors)):
+        found.parts = tuple(
+            replace(
+                part,
+                starts=(*part.starts[:dim], place, *part.starts[dim:]),
+                dims=(*part.dims[:dim], None, *part.dims[dim:]),
             )
-        return Traced(_with(self.shape, dim, length), tuple(parts))
+            for place, tensor in enumerate(tensors)
+            for part in tensor.parts
+        )
 
 
-def _without(values: tuple[Any, ...], dim: int) -> tuple[Any, ...]:
-    return values[:dim] + values[dim + 1 :]
+def _trace_cut(found: Sequence[Traced], tensor: Traced, sizes: Any, dim: int = 0) -> None:
+    dim %= tensor.dim()
+    start = 0
+    for cut in found:
+        end = start + cut.shape[dim]
+        cut.parts = tuple(_narrow(tensor.parts, dim, start, end))
+        start = end
+
+
+def _narrow(parts: Iterable[TracedPart], dim: int, start: int, end: int) -> Iterator[TracedPart]:
+    """Yield the blocks of a cut from `start` to `end` along `dim`."""
+    for part in parts:
+        first = max(part.starts[dim], start)
+        length = min(part.starts[dim] + part.lengths[dim], end) - first
+        if length <= 0:
+            continue
+        part_in_cut = replace(part, starts=_with(part.starts, dim, first - start))
+        source_dim = part.dims[dim]
+        if source_dim is not None:
+            source_start = part.source_starts[source_dim] + first - part.starts[dim]
+            part_in_cut = replace(
+                part_in_cut,
+                source_starts=_with(part.source_starts, source_dim, source_start),
+                source_lengths=_with(part.source_lengths, source_dim, length),
+            )
+        yield part_in_cut
+
+
+def _trace_squeeze(found: Traced, tensor: Traced, dim: int | None = None) -> None:
+    squeezed = range(tensor.dim()) if dim is None else [dim % tensor.dim()]
+    kept = [i for i, length in enumerate(tensor.shape) if length != 1 or i not in squeezed]
+    found.parts = tuple(
+        replace(
+            part,
+            starts=tuple(part.starts[i] for i in kept),
+            dims=tuple(part.dims[i] for i in kept),
+        )
+        for part in tensor.parts
+    )
+
+
+def _trace_nothing(found: Traced, tensor: Traced) -> None:
+    found.parts = tensor.parts
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    first = tensors[0]
-    dim %= len(first.shape)
-    parts = []
-    end = 0
-    for tensor in tensors:
-        if _without(tensor.shape, dim) != _without(first.shape, dim) or len(tensor.shape) != len(
-            first.shape
-        ):
-            raise ValueError(
-                f"shapes {first.shape} and {tensor.shape} cannot be joined along dim {dim}"
-            )
-        for part in tensor.parts:
-            parts.append(replace(part, starts=_with(part.starts, dim, part.starts[dim] + end)))
-        end += tensor.shape[dim]
-    return Traced(_with(first.shape, dim, end), tuple(parts))
-
-
-def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
-
-
-def _unsqueeze(tensor: Traced, dim: int) -> Traced:
-    dim %= len(tensor.shape) + 1
-    parts = (
-        replace(
-            p,
-            starts=(*p.starts[:dim], 0, *p.starts[dim:]),
-            dims=(*p.dims[:dim], None, *p.dims[dim:]),
-        )
-        for p in tensor.parts
-    )
-    return Traced((*tensor.shape[:dim], 1, *tensor.shape[dim:]), tuple(parts))
-
-
-def _split(tensor: Traced, sizes: int | Sequence[int], dim: int = 0) -> tuple[Traced, ...]:
-    total = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
-    if sum(sizes) != total:
-        raise ValueError(f"sizes {list(sizes)} do not add up to {total}")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(tensor.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True))
-
-
-def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
-    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
-
-
-_FUNCTIONS: dict[Any, Any] = {
-    torch.stack: _stack,
-    torch.cat: _cat,
-    torch.split: _split,
-    torch.chunk: _chunk,
+_TRACERS: dict[Any, Callable[..., None]] = {
+    torch.stack: _trace_stack,
+    torch.cat: _trace_cat,
+    torch.split: _trace_cut,
+    torch.chunk: _trace_cut,
+    torch.Tensor.squeeze: _trace_squeeze,
+    torch.Tensor.contiguous: _trace_nothing,
 }
 
 
 # --- transformers' mapping
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Sources that are converted to targets together, through one entry of transformers' mapping.
 
@@ -210,11 +180,15 @@ class Group:
         first: transformers' name for the group: the name of its first target, in which `*` may
             stand for a list index, such as an expert's number.
         entry: the WeightRenaming or WeightConverter.
+        model: shapes and configuration of the model.
+        renamings: applied to the names of the targets when a checkpoint is saved.
         sources: names of sources by the pattern that they match, in order.
     """
 
     first: str
     entry: Any
+    model: "_Shapes"
+    renamings: list[Any]
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -222,33 +196,26 @@ class Group:
         """The names of all sources."""
         return [key for keys in self.sources.values() for key in keys]
 
-    def convert(self, value_of: Callable[[str], Any], model: TransformersModel) -> dict[str, Any]:
-        """Convert sources to targets: tensors to tensors, or `Traced` placeholders to `Traced`
-        ones.
+    def convert(self, value_of: Callable[[str], Any]) -> dict[str, Any]:
+        """Convert sources to targets; `Traced` placeholders become placeholders.
 
-        Raises:
-            NotTraceable: with `Traced` sources; the operation does more than place regions, or uses
-                a property that placeholders do not have.
-            ValueError: the sources do not fit together.
+        Raises ValueError: the sources do not fit together.
         """
+        from transformers.core_model_loading import rename_source_key
+
         entry = deepcopy(self.entry)
-        values = {key: value_of(key) for key in self.keys}
         for pattern, keys in self.sources.items():
             for key in keys:
-                entry.add_tensor(self.first, key, pattern, values[key])
+                entry.add_tensor(self.first, key, pattern, value_of(key))
         try:
-            found = entry.convert(
-                self.first, model=_Shapes(model), config=model.transformers_model.config
-            )
+            found = entry.convert(self.first, model=self.model, config=self.model.config)
         except (RuntimeError, TypeError, KeyError, IndexError, AttributeError) as error:
-            # Operators are looked up on the type of a placeholder, which has none.
-            if isinstance(error, TypeError | AttributeError) and any(
-                isinstance(v, Traced) for v in values.values()
-            ):
-                raise NotTraceable(str(error)) from None
             raise ValueError(f"transformers' conversion fails: {error}") from None
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in found.items()
+            rename_source_key(name, self.renamings, [])[0]: (
+                value[0] if isinstance(value, list) else value
+            )
+            for name, value in found.items()
         }
 
 
@@ -290,16 +257,13 @@ def loading_groups(keys: Iterable[str], model: TransformersModel) -> tuple[list[
             targets[key] = name, pattern
         else:
             unexpected.append(key)
-    groups = _group(targets, converters)
+    groups = _group(targets, converters, _Shapes(model), [])
     model.conversions = [entry for entry in mapping if entry.was_used()]
     return groups, unexpected
 
 
-def saving_groups(
-    names: Iterable[str], model: TransformersModel
-) -> tuple[list[Group], Callable[[str], str]]:
-    """Return how the tensors `names` of `model` become stored ones, and a function that renames the
-    results of conversions.
+def saving_groups(names: Iterable[str], model: TransformersModel) -> list[Group]:
+    """Return how the tensors `names` of `model` become stored ones.
 
     Saving reverts the conversions of loading. For a model that was not loaded, it reverts the
     mapping of its class, so that the names are those of checkpoints on the hub.
@@ -315,11 +279,8 @@ def saving_groups(
         [deepcopy(entry).reverse_transform() for entry in reversed(used)]
     )
     ordered = sorted(names, key=dot_natural_key)
-    groups = _group(
-        {name: rename_source_key(name, [], converters, reverse=True) for name in ordered},
-        converters,
-    )
-    return groups, lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
+    targets = {name: rename_source_key(name, [], converters, reverse=True) for name in ordered}
+    return _group(targets, converters, _Shapes(model), renamings)
 
 
 def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -331,7 +292,12 @@ def _by_kind(mapping: list[Any]) -> tuple[list[Any], list[Any]]:
     ]
 
 
-def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[Any]) -> list[Group]:
+def _group(
+    targets: Mapping[str, tuple[str, str | None]],
+    converters: Sequence[Any],
+    model: _Shapes,
+    renamings: list[Any],
+) -> list[Group]:
     """Group sources by target. `targets` maps each source to its first target, and to the pattern
     of a conversion or None.
     """
@@ -342,7 +308,7 @@ def _group(targets: Mapping[str, tuple[str, str | None]], converters: Sequence[A
     for source, (target, pattern) in targets.items():
         if target not in groups:
             entry = by_pattern[pattern] if pattern is not None else WeightRenaming(source, target)
-            groups[target] = Group(target, entry)
+            groups[target] = Group(target, entry, model, renamings)
         groups[target].sources.setdefault(source if pattern is None else pattern, []).append(source)
     return list(groups.values())
 
@@ -358,7 +324,6 @@ class ConvertingReader:
 
     name: str  # folder
     stored: Stored
-    model: TransformersModel
     groups: Mapping[str, Group]  # by the name of each target
     proves_coverage: bool = False
 
@@ -366,13 +331,12 @@ class ConvertingReader:
         """Write every requested region into its destination, cast. Raises as
         `SafetensorsReader`.
         """
-        by_group: dict[str, list[ReadRequest]] = {}
+        by_group: defaultdict[Group, list[ReadRequest]] = defaultdict(list)
         for request in requests:
-            by_group.setdefault(self.groups[request.name].first, []).append(request)
-        for of_group in by_group.values():
-            group = self.groups[of_group[0].name]
+            by_group[self.groups[request.name]].append(request)
+        for group, of_group in by_group.items():
             values = self._read_whole(group.keys, of_group[0].destination.dtype)
-            found = group.convert(values.__getitem__, self.model)
+            found = group.convert(values.__getitem__)
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
 

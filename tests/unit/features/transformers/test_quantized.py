@@ -105,7 +105,10 @@ def test_other_forms_of_factors(
             )
 
 
-@pytest.mark.parametrize(("kind", "block"), [("fused", BLOCK), ("transposed", (16, 16))])
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [("fused", BLOCK), ("side_by_side", BLOCK), ("transposed", (16, 16))],
+)
 def test_fp8_is_cut_and_converted(tmp_path, kind, block):
     folder = save("llama", tmp_path / "llama")
     expected = write_fp8(folder, block)
