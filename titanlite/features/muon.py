@@ -9,11 +9,10 @@ Shape suffixes: N matrices of R rows and C columns.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import get_rank_and_size
 from titanlite.config.schema import OptimizerSection
-from titanlite.materialize.layout import Region, is_remote, local_of, region_at, region_of
+from titanlite.materialize.layout import (
+    Region,
+    is_remote,
+    local_of,
+    num_replicas,
+    region_at,
+    region_of,
+)
 from titanlite.models.interface import Model
 from titanlite.ops.kernels import kernel_device
 from titanlite.optim.optimizer import LocalAdamW, group_parameters
@@ -37,20 +43,17 @@ _ELEMENTS_AT_ONCE = 1 << 25
 Widths = tuple[int, ...]
 
 
-# The ranks that hold a piece of a tensor, each with its region.
-Holders = Sequence[tuple[int, Region]]
+# The ranks that hold a piece of a matrix, each with its region of the matrix's tensor.
+Holders = dict[int, Region]
 
 
-@dataclass
-class _Route:
-    """For the split parameters of a bucket: the pieces that this rank sends, as (param, outer
-    index) by rank, and the matrices that it assembles, as (param, holders).
-    """
+class _Matrix(NamedTuple):
+    """A matrix of a split parameter, of which this rank holds a piece."""
 
-    sent: defaultdict[int, list[tuple[int, tuple[int, ...]]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    owned: list[tuple[int, Holders]] = field(default_factory=list)
+    param: int  # number of the parameter
+    place: tuple[int, ...]  # index of the piece in this rank's shard
+    holders: Holders
+    owner: int  # rank that assembles the matrix
 
 
 class MatrixRedistribution:
@@ -75,26 +78,22 @@ class MatrixRedistribution:
         self._group = group
         self._params, self._widths = list(params), list(widths)
         # cached by layout: layers are alike, and there may be thousands of ranks
-        known: dict[object, Holders] = {}
-        holders: list[Holders] = []
+        known: dict[object, dict[tuple[int, ...], Holders]] = {}
+        self._holders: list[dict[tuple[int, ...], Holders]] = []
         for param in self._params:
             layout = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             if (layout, param.shape) not in known:
-                known[layout, param.shape] = _get_holders(param)
-            holders.append(known[layout, param.shape])
-        is_split = [  # a rank holds a part of a matrix only
-            any(
-                region.numel and region.lengths[-2:] != tuple(param.shape[-2:])
-                for _, region in held
-            )
-            for param, held in zip(self._params, holders, strict=True)
-        ]
+                known[layout, param.shape] = _find_holders(param)
+            self._holders.append(known[layout, param.shape])
+        is_split = [any(len(held) > 1 for held in found.values()) for found in self._holders]
         self._turns = Counter[tuple[int, ...]]()  # matrices given out, by the ranks that hold them
         self.buckets: list[list[int]] = []
         total = 0.0
+        _, world_size = get_rank_and_size()
         for number in sorted(range(len(is_split)), key=is_split.__getitem__):
             # the size in one replica, per rank: the same on all ranks
-            size = self._params[number].numel() / len(holders[number])
+            param = self._params[number]
+            size = param.numel() * num_replicas(param, world_size) / world_size
             last = self.buckets[-1][-1] if self.buckets else None
             if (
                 last is None
@@ -106,36 +105,33 @@ class MatrixRedistribution:
             self.buckets[-1].append(number)
             total += size
         self._routes = [
-            self._find_route(some, holders) if is_split[some[0]] else None for some in self.buckets
+            self._find_route(some) if is_split[some[0]] else None for some in self.buckets
         ]
 
-    def _find_route(self, bucket: list[int], holders: list[Holders]) -> _Route:
+    def _find_route(self, bucket: list[int]) -> list[_Matrix]:
         """Assign each matrix of a bucket to one of the ranks that hold a piece of it, in turn,
-        beginning with the costliest matrix.
+        beginning with the costliest matrix; return those that this rank holds a piece of.
         """
         me = dist.get_rank()
         found = []
-        known: dict[int, dict[tuple[int, ...], Holders]] = {}
         for number in bucket:
-            param = self._params[number]
-            layout = id(holders[number])
-            if layout not in known:
-                known[layout] = _group_by_outer(holders[number], me)
-            rows, columns = param.shape[-2:]
+            rows, columns = self._params[number].shape[-2:]
             repeats = rows // sum(self._widths[number])
             sizes = [repeats * width for width in self._widths[number]]
             cost = sum(min(size, columns) * size for size in sizes) * columns
-            found += [(cost, number, index, holding) for index, holding in known[layout].items()]
-        route = _Route()
+            found += [
+                (cost, number, index, holders)
+                for index, holders in self._holders[number].items()
+                if me in holders
+            ]
+        route = []
         # The sort is stable, so that all ranks have the same order.
-        for _, number, index, holding in sorted(found, key=lambda item: -item[0]):
-            ranks = tuple(rank for rank, _ in holding)
+        for _, number, index, holders in sorted(found, key=lambda item: -item[0]):
+            ranks = tuple(holders)
             owner = ranks[self._turns[ranks] % len(ranks)]
             self._turns[ranks] += 1
-            place = (i - first for i, first in zip(index, dict(holding)[me].starts, strict=False))
-            route.sent[owner].append((number, tuple(place)))
-            if owner == me:
-                route.owned.append((number, holding))
+            place = (i - first for i, first in zip(index, holders[me].starts, strict=False))
+            route.append(_Matrix(number, tuple(place), holders, owner))
         return route
 
     def apply(
@@ -164,45 +160,52 @@ class MatrixRedistribution:
 
     def _exchange(
         self,
-        route: _Route,
+        route: list[_Matrix],
         tensors: dict[int, torch.Tensor],
         change: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
+        me = dist.get_rank()
         ranks = dist.get_process_group_ranks(self._group)
         like = next(iter(tensors.values()))
-        mine = [[tensors[number][place] for number, place in route.sent[rank]] for rank in ranks]
+        mine: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
         theirs: dict[int, list[torch.Tensor]] = {rank: [] for rank in ranks}
         # In a different replica, other ranks own the same matrices. All replicas must batch the
         # same matrices in one matmul, or rounding would make them differ.
         together: defaultdict[tuple[object, Widths, object], list[torch.Tensor]] = defaultdict(list)
-        for number, holders in route.owned:
+        for number, place, holders, owner in route:
+            mine[owner].append(tensors[number][place])
+            if owner != me:
+                continue
             shape = self._params[number].shape[-2:]
             matrix = like.new_empty(shape)
-            holding_ranks = tuple(rank for rank, _ in holders)
-            together[shape, self._widths[number], holding_ranks].append(matrix)
-            for rank, region in holders:
+            together[shape, self._widths[number], tuple(holders)].append(matrix)
+            for rank, region in holders.items():
                 theirs[rank].append(matrix[region.slices[-2:]])
-        self._send(like, mine, list(theirs.values()))
+        self._send(like, mine, theirs)
         for (_, widths, _), matrices in together.items():
             changed = _change_each(torch.stack(matrices), widths, change)
             for matrix, values in zip(matrices, changed, strict=True):
                 matrix.copy_(values)
-        self._send(like, list(theirs.values()), mine)
+        self._send(like, theirs, mine)
 
     def _send(
-        self, like: torch.Tensor, pieces: list[list[torch.Tensor]], places: list[list[torch.Tensor]]
+        self,
+        like: torch.Tensor,
+        pieces: dict[int, list[torch.Tensor]],
+        places: dict[int, list[torch.Tensor]],
     ) -> None:
         """Send `pieces`, listed by the rank that receives them, and receive into `places`, listed
         by the rank that sends.
         """
         sent, received = (
-            [sum(x.numel() for x in of_rank) for of_rank in by_rank] for by_rank in (pieces, places)
+            [sum(x.numel() for x in of_rank) for of_rank in by_rank.values()]
+            for by_rank in (pieces, places)
         )
-        flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
+        flat = [piece.reshape(-1) for of_rank in pieces.values() for piece in of_rank]
         out = like.new_empty(sum(received))
         packed = torch.cat([like.new_empty(0), *flat])
         dist.all_to_all_single(out, packed, received, sent, group=self._group)
-        targets = [place for of_rank in places for place in of_rank]
+        targets = [place for of_rank in places.values() for place in of_rank]
         for place, values in zip(
             targets, out.split([place.numel() for place in targets]), strict=True
         ):
@@ -225,45 +228,39 @@ def _change_each(
     return torch.cat(parts, dim=2).flatten(1, 2)
 
 
-def _get_holders(param: torch.Tensor) -> Holders:
-    """Return the ranks that hold this replica of `param`, each with its region; only this rank if
+def _find_holders(param: torch.Tensor) -> dict[tuple[int, ...], Holders]:
+    """Return the holders of each matrix of this replica of `param`, by its outer indices."""
+    found: defaultdict[tuple[int, ...], Holders] = defaultdict(dict)
+    for rank, region in _list_regions(param):
+        if region.numel:
+            outer = zip(region.starts[:-2], region.ends, strict=False)
+            for index in product(*(range(start, end) for start, end in outer)):
+                found[index][rank] = region
+    return dict(found)
+
+
+def _list_regions(param: torch.Tensor) -> Iterator[tuple[int, Region]]:
+    """Yield the ranks that share this replica of `param`, each with its region; only this rank if
     `param` is not split.
     """
     if not isinstance(param, DTensor):
         rank, _ = get_rank_and_size()
-        return [(rank, region_of(param))]
+        yield rank, region_of(param)
+        return
     mesh = param.device_mesh
-    coordinate = param.device_mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None  # every rank trains
     me = dist.get_rank()
     choices = []
-    ranks_of = []
     for axis, (placement, place) in enumerate(zip(param.placements, coordinate, strict=True)):
         # `mesh.mesh` is not used: it is a tensor, whose values cannot be read while a run is
         # planned without data.
-        ranks_of.append(dist.get_process_group_ranks(mesh.get_group(axis)))
-        choices.append([place] if placement.is_replicate() else range(mesh.size(axis)))
-    found = []
-    for other in product(*choices):
-        rank = me + sum(ranks[place] - me for ranks, place in zip(ranks_of, other, strict=True))
-        found.append((rank, region_at(param, other)))
-    return found
-
-
-def _group_by_outer(holders: Holders, me: int) -> dict[tuple[int, ...], Holders]:
-    """Return, for each matrix that this rank has a part of, its holders in their order, keyed by
-    the outer indices of the matrix.
-    """
-    groups: defaultdict[tuple[int, ...], list[tuple[int, Region]]] = defaultdict(list)
-    for rank, region in holders:
-        outer = zip(region.starts[:-2], region.lengths[:-2], strict=True)
-        for index in (
-            product(*(range(start, start + length) for start, length in outer))
-            if region.numel
-            else ()
-        ):
-            groups[index].append((rank, region))
-    return {index: held for index, held in groups.items() if any(rank == me for rank, _ in held)}
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        places = [place] if placement.is_replicate() else range(len(ranks))
+        choices.append([(place, ranks[place] - me) for place in places])
+    for chosen in product(*choices):
+        places, offsets = zip(*chosen, strict=True)
+        yield me + sum(offsets), region_at(param, places)
 
 
 MOMENTUM = "momentum_buffer"
@@ -313,8 +310,13 @@ def build_muon(
     """
     matrices = muon_matrices(model)
     groups, rest = group_parameters(model, section, matrices)
-    options = {"momentum": section.momentum, "widths": matrices, "group": group}
-    return Muon(groups or [{"params": []}], LocalAdamW(rest, section), **options)
+    return Muon(
+        groups or [{"params": []}],
+        LocalAdamW(rest, section),
+        momentum=section.momentum,
+        widths=matrices,
+        group=group,
+    )
 
 
 def muon_matrices(model: Model) -> dict[nn.Parameter, Widths]:
@@ -325,14 +327,14 @@ def muon_matrices(model: Model) -> dict[nn.Parameter, Widths]:
     """
     found: dict[nn.Parameter, Widths] = {}
     for layer in model.all_layers():
-        experts = {id(param) for module in model.experts_in(layer) for param in module.parameters()}
+        experts = {param for module in model.experts_in(layer) for param in module.parameters()}
         for module in layer.modules():
             if isinstance(module, nn.Embedding):
                 continue
             for name, param in module.named_parameters(recurse=False):
                 is_matrix = param.dim() == 2 and not name.endswith("bias")
                 if param.requires_grad and (
-                    is_matrix if id(param) not in experts else param.dim() == 3
+                    is_matrix if param not in experts else param.dim() == 3
                 ):
                     found[param] = _get_widths(module, name, param.shape[-2])
     return found
@@ -360,7 +362,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         momentum: Nesterov momentum.
-        widths: for parameters that stack several matrices, such as gate and up projection.
+        widths: the matrices in the rows of each parameter, such as gate and up projection.
     """
 
     def __init__(
@@ -388,8 +390,7 @@ class Muon(torch.optim.Optimizer):
         self.param_groups += adamw.param_groups
         adamw.state = self.state
         stepped = [param for param, _ in self._params]
-        rows = [widths.get(param, (param.shape[-2],)) for param in stepped]
-        self._exchange = MatrixRedistribution(stepped, rows, group)
+        self._exchange = MatrixRedistribution(stepped, [widths[p] for p in stepped], group)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

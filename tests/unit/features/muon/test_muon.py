@@ -52,7 +52,7 @@ def make():
     vector = nn.Parameter(torch.randn(7))
     adamw = LocalAdamW([{"params": [vector], "weight_decay": 0.0}], OptimizerSection(lr=LR))
     groups = [{"params": list(params.values()), "lr": LR, "weight_decay": DECAY}]
-    widths = {params[name]: found for name, found in WIDTHS.items()}
+    widths = {p: WIDTHS.get(name, (p.shape[-2],)) for name, p in params.items()}
     return params, vector, Muon(groups, adamw, momentum=MOMENTUM, widths=widths)
 
 
