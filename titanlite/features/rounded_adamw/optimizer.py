@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.config.schema import OptimizerSection
 from titanlite.features.rounded_adamw.adamw import Rates, adamw_rounded
-from titanlite.materialize.layout import local_of, region_of
+from titanlite.materialize.layout import Region, local_of, region_of
 from titanlite.materialize.plan import clean_name
 from titanlite.optim.optimizer import LocalAdamW, group_parameters
 
@@ -33,67 +33,54 @@ class RoundedAdamW(LocalAdamW):
         self.defaults["state_dtype"] = torch.bfloat16
         self._keys = {param: _make_key(seed, name) for param, name in names.items()}
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        for param in group["params"]:
-            if param.grad is not None and not self.state[param]:
-                moments = (torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2))
-                step = torch.zeros((), dtype=torch.float32, device=local_of(param).device)
-                self.state[param] = dict(zip(group["state_names"], (step, *moments), strict=True))
-        return super()._init_group(group, *lists)
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update all parameters that have a gradient; with `found_inf` = 1 nothing changes."""
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
-            self._init_group(group, *lists)
-            params, grads, means, squares, _, steps = lists
-            if not params:
+            stepped = [param for param in group["params"] if param.grad is not None]
+            if not stepped:
                 continue
+            steps = [self._state_of(param)["step"] for param in stepped]
             torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
             beta1, beta2 = group["betas"]
             rates = Rates(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-            stepped = (param for param in group["params"] if param.grad is not None)
-            for param, step, *tensors in zip(
-                stepped, steps, params, grads, means, squares, strict=True
-            ):
-                self._step_one(param, step, tensors, found_inf, rates)
+            for param in stepped:
+                self._step_one(param, found_inf, rates)
 
-    def _step_one(
-        self,
-        param: nn.Parameter,
-        step: torch.Tensor,
-        tensors: list[torch.Tensor],
-        found_inf: torch.Tensor | None,
-        rates: Rates,
-    ) -> None:
-        """Update this rank's part of one parameter; `tensors` are local."""
+    def _state_of(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local_of(param).device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(param, dtype=torch.bfloat16)
+        return state
+
+    def _step_one(self, param: nn.Parameter, found_inf: torch.Tensor | None, rates: Rates) -> None:
+        """Update this rank's part of one parameter."""
         region = region_of(param)
         shape = tuple(param.shape)
+        if len(shape) < 2:  # a vector is one column
+            region = Region((*region.starts, 0), (*region.lengths, 1))
+            shape = (*shape, 1)
         if not region.numel:
             return
-        width = 1
-        column = 0
-        columns = 1
-        if len(shape) > 1:
-            width = shape[-1]
-            column = region.starts[-1]
-            columns = region.lengths[-1]
-        rows = [tensor.reshape(-1, columns) for tensor in tensors]
+        assert param.grad is not None
+        state = self.state[param]
+        tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+        rows = [local_of(tensor).reshape(-1, region.lengths[-1]) for tensor in tensors]
         done = 0
         for start, count in region.row_runs(shape):
             some = [tensor[done : done + count] for tensor in rows]
             done += count
-            first = start * width + column
             adamw_rounded(
                 *some,
-                step=step,
+                step=state["step"],
                 found_inf=found_inf,
                 rates=rates,
                 key=self._keys[param],
-                first=first,
-                row=width,
+                first=start * shape[-1] + region.starts[-1],
+                row=shape[-1],
             )
 
 

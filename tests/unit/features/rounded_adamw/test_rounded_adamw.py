@@ -69,15 +69,20 @@ def train(params, grads, resume_at=None, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layouts", "dtype"),
+    ("sizes", "shapes", "layouts", "dtype"),
     [
-        ((2, 2), [[Shard(0), Shard(1)], [Replicate(), Shard(2)]], torch.float32),
-        ((3,), [[Shard(1)], [Shard(1)]], torch.bfloat16),
+        (
+            (2, 2),
+            [(10, 12), (3, 5, 8)],
+            [[Shard(0), Shard(1)], [Replicate(), Shard(2)]],
+            torch.float32,
+        ),
+        ((3,), [(10, 12), (3, 5, 8)], [[Shard(1)], [Shard(1)]], torch.bfloat16),
+        ((3,), [(37,), (2,)], [[Shard(0)], [Shard(0)]], torch.bfloat16),
     ],
-    ids=["FSDP2xTP2", "FSDP3 of rows"],
+    ids=["FSDP2xTP2", "FSDP3 of rows", "FSDP3 of vectors"],
 )
-def test_every_rank_has_the_bits_of_one_process_after_a_resume_too(sizes, layouts, dtype):
-    shapes = (10, 12), (3, 5, 8)
+def test_every_rank_has_the_bits_of_one_process_after_a_resume_too(sizes, shapes, layouts, dtype):
     params = [draw(*shape).to(dtype) for shape in shapes]
     grads = [[draw(*shape).to(dtype) for shape in shapes] for _ in range(4)]
     whole = train([param.clone() for param in params], grads)
@@ -115,6 +120,24 @@ def test_it_is_adamw_but_for_rounding():
     reference.step()
     for param, new in zip(model.parameters(), found[::3], strict=True):
         torch.testing.assert_close(new, param.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = Model([draw(4, 3), draw(5)])
+    optimizer = build_rounded_adamw(model, SECTION, seed=0)
+    for found_inf in (0.0, 1.0):
+        for param in model.parameters():
+            param.grad = draw(*param.shape)
+        optimizer.found_inf = torch.tensor(found_inf)
+        before = [tensor.clone() for tensor in tensors_of(optimizer)]
+        optimizer.step()
+        after = tensors_of(optimizer)
+    assert len(after) == 8
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def tensors_of(optimizer):
+    return [t for param, state in optimizer.state.items() for t in (param, *state.values())]
 
 
 def round_to_the_nearest(places, *_):
