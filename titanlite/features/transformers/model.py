@@ -49,6 +49,8 @@ class TransformersModel(Model):
             keys of old versions.
         own_conversions: the same without the keys of old versions.
         conversions: the entries used for loading; None before that. Saving reverts them.
+        may_take_boundaries: True if the forward accepts further arguments, which may be the
+            boundaries of documents.
         is_plain_head: True if the head is only a matmul with a weight of V rows. With labels, the
             loss is then computed without any logits.
         counters: counters of the rows that each layer's experts get; empty if they cannot be
@@ -91,7 +93,7 @@ class TransformersModel(Model):
         self._cache_argument = next(
             (name for name in packing.CACHE_ARGUMENTS if name in self._arguments), ""
         )
-        self._takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.may_take_boundaries = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._can_cache: bool | None = None  # unknown before `can_cache`
         packing.register_document_masks()
         self._facts: probes.Facts | None = None  # unknown before the first forward
@@ -147,28 +149,31 @@ class TransformersModel(Model):
         if cache is not None:
             return self._next_logits(tokens_BS, cache)
         inputs.pop("starts_N1", None)  # for titanlite's own attention
-        options: dict[str, Any] = dict(inputs)
-        if labels_BS is not None or document_ids_BS is not None:
-            self._facts = facts = self._facts or probes.find_facts(self, tokens_BS.device)
-            probes.check_facts(facts, self, inputs)
-            if document_ids_BS is not None:
-                options["valid_BS"] = document_ids_BS >= 0
-                positions_BS = packing.restarting_positions(document_ids_BS, positions_BS)
+        valid_BS = None if document_ids_BS is None else document_ids_BS >= 0
+        if labels_BS is not None or valid_BS is not None:
+            self._facts = self._facts or probes.find_facts(self, tokens_BS.device)
+            probes.check_facts(self._facts, self, inputs)
+        facts = self._facts or probes.Facts()
+        if document_ids_BS is not None:
+            positions_BS = packing.restarting_positions(document_ids_BS, positions_BS)
+            if self.config.rope_limit is not None:
                 # otherwise padding could be the longest document of the row
-                if self.config.rope_limit is not None:
-                    positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
-                if facts.keeps_apart:
-                    options["with_boundaries"] = facts.takes_boundaries
-                else:
-                    # Each row has one document (`check_documents_per_row`). Padding on the right
-                    # changes nothing before it. The class sets positions itself.
-                    document_ids_BS = None
-                    positions_BS = None if self.config.rope_limit is None else positions_BS
+                positions_BS = positions_BS.where(document_ids_BS >= 0, 0)
+            if facts.keeps_apart:
+                inputs["with_boundaries"] = facts.takes_boundaries
+            else:
+                # Each row has one document (`check_documents_per_row`). Padding on the right
+                # changes nothing before it. The class sets positions itself.
+                document_ids_BS = None
+                positions_BS = None if self.config.rope_limit is None else positions_BS
+        if self.training:
+            for counter in self._counters.values():
+                counter.begin(valid_BS)
         if labels_BS is None:
-            return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
-        if self._facts is None or not self._facts.has_plain_head:
+            return self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
+        if not facts.has_plain_head:
             logits_TV = self.compute_logits(
-                tokens_BS, positions_BS, document_ids_BS, **options
+                tokens_BS, positions_BS, document_ids_BS, **inputs
             ).flatten(0, 1)
             # In float32, as everywhere. Labels are not shifted here: each one is already the next
             # token.
@@ -184,7 +189,7 @@ class TransformersModel(Model):
             self._labels = (labels_BS, reduction)
             try:
                 # see `_compute_loss`
-                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **options)
+                loss = self.compute_logits(tokens_BS, positions_BS, document_ids_BS, **inputs)
             finally:
                 self._labels = self._hidden_BSD = None
         # Cloned, because FSDP2 does not accept a view as a module's result.
@@ -198,7 +203,6 @@ class TransformersModel(Model):
         positions_BS: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         *,
-        valid_BS: torch.Tensor | None = None,
         with_boundaries: bool = False,
         **inputs: Any,
     ) -> torch.Tensor:
@@ -206,7 +210,6 @@ class TransformersModel(Model):
         its row.
 
         Args:
-            valid_BS: False for padding, which expert counters leave out.
             with_boundaries: also pass the starts of documents to the class, in one row (1, B * S),
                 as its kernels require.
 
@@ -219,13 +222,11 @@ class TransformersModel(Model):
             inputs |= told
         if positions_BS is not None and self._takes_positions:
             inputs["position_ids"] = positions_BS.reshape(tokens_BS.shape)
-        inputs["input_ids"] = tokens_BS
-        if self.training:
-            for counter in self._counters.values():
-                counter.begin(valid_BS)
         try:
             with packing.inside_documents(document_ids_BS):
-                found = self._transformers_model(use_cache=False, return_dict=True, **inputs)
+                found = self._transformers_model(
+                    input_ids=tokens_BS, use_cache=False, return_dict=True, **inputs
+                )
         # errors of the class about its inputs; errors of torch have other types
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
@@ -237,12 +238,6 @@ class TransformersModel(Model):
         found = found.logits
         # or the result is a loss
         return found.view(*shape, -1) if found.shape[:-1] == (1, shape.numel()) != shape else found
-
-    def document_options(self) -> list[bool]:
-        """Return, for each way in which the class may separate documents, whether boundaries are
-        passed.
-        """
-        return [False, True] if self._takes_more else [False]
 
     def find_facts(self, device: torch.device) -> probes.Facts:
         """Run the probes, once. Collectives of a few forwards; every rank must call.

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from titanlite.features.transformers.model import TransformersModel
 
 PROBE_TOKENS = 6
-# How transformers' modules declare that a package has a kernel for one of their functions: package,
-# function.
-_FAST_PATH = re.compile(r'_with_fallback\(\s*"\w+",\s*"(\w+)"[^)]*\)\s*(?:@[^\n]*\n\s*)*def (\w+)')
+# How transformers' modules declare that a package has a kernel for one of their functions.
+_FAST_PATH = re.compile(r'_with_fallback\(\s*"\w+",\s*"(\w+)"')
 _LEAK = 0.05  # of the change in the next document if nothing separates them
 
 
@@ -112,7 +111,7 @@ def find_facts(model: "TransformersModel", device: torch.device) -> Facts:
         # differ.
         bound = tolerance_of(alone, model.head) * expected.norm()
         positions_2S = restarting_positions(ids_2S, None)
-        for with_boundaries in model.document_options():
+        for with_boundaries in [False, True] if model.may_take_boundaries else [False]:
             packed = run(both_2S, positions_2S, ids_2S, with_boundaries=with_boundaries)
             if packed is None:
                 continue
@@ -255,22 +254,15 @@ def find_missing_kernels(model: Any) -> list[str]:
     """Return the packages that transformers would use for kernels of layers of `model`, but has not
     found.
     """
-    missing = set[str]()
-    for cls in {type(module) for module in model.modules()}:
-        if not cls.__module__.startswith("torch."):
-            functions = _FAST_PATH.findall(_source_of(sys.modules[cls.__module__]))
-            text = _source_of(cls) if functions else ""
-            # Modules that transformers has imported without an error are in `sys.modules`.
-            used = {package for package, name in functions if re.search(rf"\b{name}\b", text)}
-            missing |= used - sys.modules.keys()
-    return sorted(missing)
-
-
-def _source_of(thing: Any) -> str:
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):  # a class created at run time
-        return ""
+    modules = {type(module).__module__ for module in model.modules()}
+    packages = {
+        package
+        for name in modules
+        if not name.startswith("torch.")
+        for package in _FAST_PATH.findall(inspect.getsource(sys.modules[name]))
+    }
+    # Modules that transformers has imported without an error are in `sys.modules`.
+    return sorted(packages - sys.modules.keys())
 
 
 def find_embedding(model: Any) -> nn.Module | None:

@@ -1,15 +1,17 @@
 """What is found out about classes that mix documents, see later tokens, or raise."""
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from tiny_transformers import ALL_MODELS, TEXT_SIZES
+from transformers.modeling_outputs import CausalLMOutput
 
 from titanlite.base.errors import ConfigError
-from titanlite.config.schema import DataSection, JobConfig, TrainingSection
+from titanlite.config.schema import DataSection, JobConfig, MoESection, TrainingSection
 from titanlite.features.generate.generate import generate
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.features.transformers.probes import check_documents_per_row
@@ -21,16 +23,33 @@ _LAYERS = ["linear_attention", "full_attention"]
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 9 + [2] * 6])
 
 
-def build(config):
+def build(config, cls=None):
     """A model in evaluation mode whose documents would show in each other, if they saw each
     other.
     """
     found = transformers_config(config.to_dict(), "test")
-    model = TransformersModel(getattr(transformers, found.architecture)(config), found, {}).eval()
+    cls = cls or getattr(transformers, found.architecture)
+    model = TransformersModel(cls(config), found, {}).eval()
     generator = torch.Generator().manual_seed(1)
     for param in model.parameters():
         param.data.normal_(std=0.3, generator=generator)
     return model
+
+
+def test_packages_with_kernels_are_named_on_gpus(monkeypatch, caplog):
+    for package in ("causal_conv1d", "mamba_ssm"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    model = build(transformers.MambaConfig(**_MAMBA))
+    model.configure("auto", MoESection(), 63, CPU)
+    assert not caplog.records
+    model.configure("auto", MoESection(), 64, torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "mamba_ssm", transformers)
+    model.configure("auto", MoESection(), 65, torch.device("cuda"))
+    build(transformers.LlamaConfig(**TEXT_SIZES)).configure(
+        "auto", MoESection(), 64, torch.device("cuda")
+    )
+    needed = re.findall("needs (.*?), which", caplog.text)
+    assert needed == ["causal_conv1d and mamba_ssm", "causal_conv1d"]
 
 
 def tokens_and_labels():
@@ -44,6 +63,30 @@ def alone(model, tokens, *lengths):
     return torch.cat(
         [model.transformers_model(input_ids=part, use_cache=False).logits for part in parts], dim=1
     )
+
+
+class Recurrent(transformers.LlamaForCausalLM):
+    """A class whose state goes on into the next document unless it is told where that begins."""
+
+    def forward(self, input_ids, seq_idx=None, **kwargs):
+        hidden = self.model.embed_tokens(input_ids)
+        parts = [hidden]
+        if seq_idx is not None:
+            assert input_ids.shape[0] == 1, "rows are joined"
+            parts = hidden.split(seq_idx.unique_consecutive(return_counts=True)[1].tolist(), dim=1)
+        states = torch.cat([part.cumsum(dim=1) for part in parts], dim=1)
+        return CausalLMOutput(logits=self.lm_head(states))
+
+
+@torch.no_grad()
+def test_a_class_is_told_the_boundaries_that_it_needs():
+    model = build(transformers.LlamaConfig(**TEXT_SIZES), Recurrent)
+    tokens = torch.cat([tokens_and_labels()[0], tokens_and_labels()[1]])
+    model(tokens, None, None, DOCUMENTS.expand(2, -1))  # finds the facts
+    assert model.find_facts(CPU).takes_boundaries
+    logits = model(tokens, None, None, DOCUMENTS.expand(2, -1))
+    for row, expected in enumerate(tokens.split(1)):
+        torch.testing.assert_close(logits[row : row + 1], alone(model, expected, 5, 9, 6))
 
 
 def test_a_class_that_sees_later_tokens_is_refused():
