@@ -9,7 +9,7 @@ experts that use transformers' experts interface.
 Shapes: R routed rows, E experts, D hidden, I expert width, r rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -46,10 +46,27 @@ def scaling_of(section: LoRASection) -> float:
     return section.alpha / (section.rank**0.5 if section.use_rslora else section.rank)
 
 
-def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
-    """Return the sources of A and B. A is uniform within 1 / sqrt(in), which is PEFT's Kaiming
-    initialization with a = sqrt(5). B is zero, so that training starts from W.
+def _add_adapter(
+    module: Any, prefix: str, weight: torch.Tensor, section: LoRASection, dtype: torch.dtype
+) -> dict[str, Source]:
+    """Add the adapter of `weight`, (out, in) or (E, out, in), to `module`; return its sources.
+
+    The adapter is `lora_A` (r, in) and `lora_B` (out, r) with this prefix; for experts, both have
+    a leading dim E. A is uniform within 1 / sqrt(in), which is PEFT's Kaiming initialization with
+    a = sqrt(5). B is zero, so that training starts from W. `dropout` applies to the input of the
+    adapter in training mode.
     """
+    *experts, out_features, in_features = weight.shape
+    shapes = {
+        "lora_A": (*experts, section.rank, in_features),
+        "lora_B": (*experts, out_features, section.rank),
+    }
+    for matrix, shape in shapes.items():
+        values = torch.empty(shape, dtype=dtype, device=weight.device)
+        setattr(module, f"{prefix}{matrix}", nn.Parameter(values))
+    module.scaling = scaling_of(section)
+    module.dropout = section.dropout
+    module.adapter_enabled = True
     bound = in_features**-0.5
     return {
         f"{prefix}lora_A": Init(Uniform(low=-bound, high=bound), may_be_absent=True),
@@ -58,32 +75,32 @@ def _adapter_sources(prefix: str, in_features: int) -> dict[str, Source]:
 
 
 class LoRALinear(Linear):
-    """A frozen `Linear` with `lora_A` (r, in) and `lora_B` (out, r). `dropout` applies to the input
-    of the adapter in training mode.
+    """A frozen `Linear` with an adapter.
 
     With tensor parallelism a layer that splits its output splits B, and a layer that splits its
     input splits A. The other matrix is replicated, and its gradient is a partial sum, as for every
     replicated parameter.
     """
 
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scaling: float
+    dropout: float
+    adapter_enabled: bool
+
     def __init__(self, base: nn.Linear, section: LoRASection, dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(base, name))
         # A transformers model declares the sources of its layers itself.
-        self._base_sources = base.declare_sources() if isinstance(base, Linear) else {}
-        like: dict[str, Any] = {"dtype": dtype, "device": base.weight.device}
-        self.lora_A = nn.Parameter(torch.empty(section.rank, base.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, section.rank, **like))
-        self.scaling = scaling_of(section)
-        self.dropout = section.dropout
-        self.adapter_enabled = True
+        base_sources = base.declare_sources() if isinstance(base, Linear) else {}
+        self._sources = base_sources | _add_adapter(self, "", base.weight, section, dtype)
 
     def split_parameters(self, dim: int) -> list[nn.Parameter]:
         return [*super().split_parameters(dim), self.lora_B if dim == 0 else self.lora_A]
 
     def declare_sources(self) -> dict[str, Source]:
-        return self._base_sources | _adapter_sources("", self.in_features)
+        return self._sources
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -92,36 +109,6 @@ class LoRALinear(Linear):
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         down = F.linear(x, local_tensor(self.lora_A).to(x.dtype))
         return y + F.linear(down, local_tensor(self.lora_B).to(x.dtype)) * self.scaling
-
-
-def _add_expert_adapters(
-    experts: Any, adapted: frozenset[str], section: LoRASection, dtype: torch.dtype
-) -> dict[str, Source]:
-    """Add adapters for the weights `adapted` to `experts`, whose weights may be transposed; return
-    the sources of the adapters.
-
-    The adapters are `gate_up_lora_A` (E, r, D) and `gate_up_lora_B` (E, 2 I, r), `down_lora_A` (E,
-    r, I) and `down_lora_B` (E, D, r). The attributes `scaling`, `dropout` and `adapter_enabled` are
-    as in `LoRALinear`.
-    """
-    sources: dict[str, Source] = {}
-    for name in sorted(adapted):
-        weight = getattr(experts, name)
-        prefix = name.removesuffix("proj")
-        num_experts, out_features, in_features = (
-            weight.mT if getattr(experts, "is_transposed", False) else weight
-        ).shape
-        like: dict[str, Any] = {"dtype": dtype, "device": weight.device}
-        shapes = {"lora_A": (section.rank, in_features), "lora_B": (out_features, section.rank)}
-        for matrix, shape in shapes.items():
-            values = torch.empty(num_experts, *shape, **like)
-            setattr(experts, f"{prefix}{matrix}", nn.Parameter(values))
-        sources |= _adapter_sources(prefix, in_features)
-    experts.adapted = adapted
-    experts.scaling = scaling_of(section)
-    experts.dropout = section.dropout
-    experts.adapter_enabled = True
-    return sources
 
 
 class LoRAExperts(Experts):
@@ -133,21 +120,14 @@ class LoRAExperts(Experts):
 
     adapter_enabled: bool
 
-    def __init__(
-        self,
-        base: Experts,
-        config: ModelConfig,
-        adapted: frozenset[str],
-        section: LoRASection,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, base: Experts, config: ModelConfig) -> None:
         super().__init__(config)
         for name, param in base.named_parameters(recurse=False):
             self.register_parameter(name, param)
-        self._adapter_sources = _add_expert_adapters(self, adapted, section, dtype)
+        self.adapter_sources: dict[str, Source] = {}
 
     def declare_sources(self) -> dict[str, Source]:
-        return super().declare_sources() | self._adapter_sources
+        return super().declare_sources() | self.adapter_sources
 
     @property
     def is_fused(self) -> bool:
@@ -170,22 +150,38 @@ def apply_lora(model: Model, section: LoRASection, dtype: torch.dtype) -> None:
         return
     for param in model.parameters():
         param.requires_grad_(False)
-    targets = _targets(model, section)
+    possible = adaptable(model)
+    chosen = sorted(possible[name] for name in _choose(model, section, possible))
     root = root_of(model)
     with torch.device("meta"):
-        for name, adapted in targets.items():
-            module = root.get_submodule(name)
-            if isinstance(module, nn.Linear):
-                root.set_submodule(name, LoRALinear(module, section, dtype))
-            elif isinstance(module, Experts):
-                root.set_submodule(name, LoRAExperts(module, model.config, adapted, section, dtype))
-            else:  # the class of transformers stays; titanlite's forward for it uses the adapters
-                sources = _add_expert_adapters(module, adapted, section, dtype)
-                cast(TransformersModel, model).sources |= {
-                    f"{name}.{leaf}": s for leaf, s in sources.items()
-                }
-    if isinstance(model, TransformersModel) and any(targets.values()):
+        for name, weight in chosen:
+            if weight:
+                _adapt_expert_weight(model, name, weight, section, dtype)
+            else:
+                linear = cast(nn.Linear, root.get_submodule(name))
+                root.set_submodule(name, LoRALinear(linear, section, dtype))
+    if isinstance(model, TransformersModel) and any(weight for _, weight in chosen):
         use_titanlite_experts(model.transformers_model)
+
+
+def _adapt_expert_weight(
+    model: Model, name: str, weight: str, section: LoRASection, dtype: torch.dtype
+) -> None:
+    """Add an adapter for one of the stacked weights of the experts `name`."""
+    root = root_of(model)
+    experts: Any = root.get_submodule(name)
+    if isinstance(experts, Experts) and not isinstance(experts, LoRAExperts):
+        experts = LoRAExperts(experts, model.config)
+        root.set_submodule(name, experts)
+    values = getattr(experts, weight)
+    values = values.mT if getattr(experts, "is_transposed", False) else values
+    sources = _add_adapter(experts, weight.removesuffix("proj"), values, section, dtype)
+    experts.adapted = getattr(experts, "adapted", frozenset()) | {weight}
+    if isinstance(experts, LoRAExperts):
+        experts.adapter_sources |= sources
+    else:  # the class of transformers stays; titanlite's forward for it uses the adapters
+        sources = {f"{name}.{leaf}": source for leaf, source in sources.items()}
+        cast(TransformersModel, model).sources |= sources
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Any]:
@@ -235,11 +231,10 @@ def adaptable(model: nn.Module) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]]:
-    """Return the targeted modules by name, each with the names of the experts' weights that get an
-    adapter; the set is empty for a linear layer.
-    """
-    possible = adaptable(model)
+def _choose(
+    model: nn.Module, section: LoRASection, possible: Mapping[str, tuple[str, str]]
+) -> set[str]:
+    """Return the names in `possible` that `lora.targets` names; all of them if it is empty."""
     patterns = split_patterns("lora.targets", section.targets)
     chosen = set() if patterns else set(possible)
     problems = []
@@ -259,7 +254,4 @@ def _targets(model: nn.Module, section: LoRASection) -> dict[str, frozenset[str]
             problems.append(f"'{pattern}' {found}. Layers that can: {list_names(layers)}.")
         chosen |= matched
     raise_problems(ConfigError, "lora.targets", problems)
-    targets: dict[str, frozenset[str]] = {}
-    for module, weight in (possible[name] for name in chosen):
-        targets[module] = targets.get(module, frozenset()) | ({weight} if weight else frozenset())
-    return targets
+    return chosen
