@@ -59,11 +59,19 @@ class TransformersCheckpoint(StoredWeights):
     def __init__(self, folder: str, stored: Stored, model: TransformersModel) -> None:
         super().__init__(folder, stored)
         self._model = model
+        self._claims: dict[str, Source | InvalidClaim] = {}
+        self._whole: dict[str, Group] = {}
+        self._converting = ConvertingReader(folder, stored, self._whole)
+        keys = [key for key in stored.tensors if not key.startswith(MASTER_PREFIX)]
+        groups, unexpected = loading_groups(keys, model)
+        for group in groups:
+            self._claim(group)
+        self._used = set(keys).difference(unexpected)
 
     def __call__(
         self, tensors: Mapping[str, TensorInfo]
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
-        used = self._claim_stored()
+        used = set(self._used)
         for name in tensors:
             master = self.stored.tensors.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, in a smaller dtype
@@ -75,33 +83,18 @@ class TransformersCheckpoint(StoredWeights):
         patterns = self._model.transformers_model._keys_to_ignore_on_load_unexpected or ()
         return [*self._claims.items(), *problems, *self._claim_rest(used, patterns)]
 
-    def _claim_stored(self) -> set[str]:
-        """Claim all stored tensors of the model; return their keys."""
-        self._claims: dict[str, Source | InvalidClaim] = {}
-        self._whole: dict[str, Group] = {}
-        converting = ConvertingReader(self.folder, self.stored, self._whole)
-        keys = [key for key in self.stored.tensors if not key.startswith(MASTER_PREFIX)]
-        groups, unexpected = loading_groups(keys, self._model) if keys else ([], [])
-        for group in groups:
-            self._claim(group, converting)
-        return set(keys).difference(unexpected)
-
     def find_untied(self) -> dict[str, str]:
         """Return, by name, an error for each stored tensor that the model ties to another one with
         different values.
         """
-        ties = self._model.ties()
-        if not ties:
-            return {}
-        self._claim_stored()
         found = {}
-        for name, target in ties.items():
+        for name, target in self._model.ties().items():
             own, other = self._claims.get(name), self._claims.get(target)
             if isinstance(own, Read) and isinstance(other, Read) and not is_equal(own, other):
                 found[name] = explain_untied(self.name, target, TIE_FLAG, _UNTIE)
         return found
 
-    def _claim(self, group: Group, converting: ConvertingReader) -> None:
+    def _claim(self, group: Group) -> None:
         stored = [self.stored.tensors[key] for key in group.keys]
         first = stored[0]
         try:
@@ -127,7 +120,7 @@ class TransformersCheckpoint(StoredWeights):
             else:
                 self._whole[name] = group
                 kept = self._keeps_float32(stored)
-                self._claims[name] = Read(converting, name, shape, kept)
+                self._claims[name] = Read(self._converting, name, shape, kept)
 
     def _place(self, parts: Iterable[TracedPart]) -> list[Placed]:
         """Return the places of `parts` in the files; empty if they cannot be read by themselves."""

@@ -163,6 +163,22 @@ def test_each_rank_reads_its_bytes_only(mixtral, monkeypatch):
     assert sum(sizes) == 4 * shape[1] * shape[2]
 
 
+def test_what_was_read_is_saved_under_its_keys(run_ranks, mixtral, tmp_path):
+    """Mixtral's files have other names than transformers' class, and separate experts."""
+
+    def rank_main():
+        model = build(mixtral)
+        plan = materialize(model, "cpu", [weights_of(mixtral, model)])
+        save_hf_model(model, plan, None, tmp_path / "saved", torch.float32)
+
+    run_ranks(1, rank_main)
+    stored, saved = (
+        load_file(path / "model.safetensors") for path in (mixtral, tmp_path / "saved")
+    )
+    assert stored.keys() == saved.keys() and EXPERT in saved
+    assert [name for name in stored if not torch.equal(stored[name], saved[name])] == []
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "whole"),
     [
