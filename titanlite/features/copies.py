@@ -14,6 +14,7 @@ import torch.distributed as dist
 from titanlite.base.agree import gather_objects
 from titanlite.base.errors import ConfigError, raise_problems
 from titanlite.base.process import read_variable
+from titanlite.base.text import list_names
 from titanlite.checkpoint.folder import OWN_FOLDER, shown
 from titanlite.config.assets import base_model_of
 
@@ -36,7 +37,6 @@ _FILES = (
 _WINDOW_BYTES = 4096
 _NUM_WINDOWS = 5
 _COMMIT = "the commit"
-_MOST_NAMES = 4
 
 
 def check_same_copies(paths: Mapping[str, str]) -> None:
@@ -81,9 +81,7 @@ def _describe_difference(copy: Mapping[str, str], usual: Mapping[str, str]) -> s
     names = sorted(name for name in {*copy, *usual} if copy.get(name) != usual.get(name))
     if _COMMIT in names:
         return f"{_COMMIT} ({copy.get(_COMMIT)}, not {usual.get(_COMMIT)})"
-    missing = [f"{name} (missing)" if name not in copy else name for name in names]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return shown(", ".join(missing[:_MOST_NAMES])) + more
+    return list_names(shown(name if name in copy else f"{name} (missing)") for name in names)
 
 
 def _summarize(path: Path) -> dict[str, str]:

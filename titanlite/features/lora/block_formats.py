@@ -372,13 +372,9 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         records, offsets = ctx.saved_tensors
         weight = decode_blocks(records, ctx.layout, ctx.width, dy.dtype, in_backward=True)
-        if offsets is None:
-            return F.linear(dy, weight.mT), None, None, None, None, None
-        return (
-            grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend),
-            None,
-            None,
-            None,
-            None,
-            None,
+        dx = (
+            F.linear(dy, weight.mT)
+            if offsets is None
+            else grouped_gemm(dy.contiguous(), weight, offsets, ctx.backend)
         )
+        return dx, None, None, None, None, None
