@@ -11,7 +11,7 @@ the expert as the fastest index, so that B[e][o, j] is at column j * E + e.
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,10 +260,7 @@ class AdapterCheckpoint:
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
         placed: dict[str, Sequence[Placed]] = {}
-        places: dict[str, AdapterPlace] = {}
-        reader = _AdapterReader(
-            SafetensorsReader(self._folder, placed, self._stored.file_bytes), places
-        )
+        reader = _AdapterReader(self._folder, placed, self._stored.file_bytes)
         left = dict.fromkeys(self._stored.tensors)
         for name, info in adapters.items():
             stored = adapter_place(name, info.shape, adapters, self._model)
@@ -280,41 +277,32 @@ class AdapterCheckpoint:
                 yield name, InvalidClaim(f"{reason} {_CHANGED}")
             else:
                 placed[name] = [Placed(tensor, piece) for piece in stored.pieces(info.shape)]
-                places[name] = stored
+                reader.places[name] = stored
                 yield name, Read(reader, name, info.shape)
         for key in left:
             reason = f"unexpected, {self.name} has it and the model has no such adapter."
             yield key, InvalidClaim(f"{reason} {_CHANGED}")
 
 
-class _AdapterReader:
-    """A `TensorReader` whose stored tensors may have a different order of dims."""
+class _AdapterReader(SafetensorsReader):
+    """A reader of adapters, whose stored tensors may have a different order of dims."""
 
-    def __init__(self, inner: SafetensorsReader, places: Mapping[str, AdapterPlace]) -> None:
-        self.name = inner.name
-        self.proves_coverage = inner.proves_coverage
-        self._inner, self._places = inner, places
-
-    def read(self, requests: Sequence[ReadRequest]) -> None:
-        self._read(requests, self._inner.read)
+    def __init__(
+        self, name: str, tensors: Mapping[str, Sequence[Placed]], file_bytes: Mapping[Path, int]
+    ) -> None:
+        super().__init__(name, tensors, file_bytes)
+        self.places: dict[str, AdapterPlace] = {}
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        self._read(requests, self._inner.read_quietly)
-
-    def _read(
-        self,
-        requests: Sequence[ReadRequest],
-        read: Callable[[Sequence[ReadRequest]], None],
-    ) -> None:
         inner = list[ReadRequest]()
         staged = list[tuple[torch.Tensor, torch.Tensor]]()
         for request in requests:
-            place = self._places[request.name]
+            place = self.places[request.name]
             view = request.destination.permute(place.order)
             values = view.contiguous()  # the destination itself if the order of dims is the same
             staged += [] if values is view else [(view, values)]
             inner.append(ReadRequest(request.name, place.stored_region(request.region), values))
-        read(inner)
+        super().read_quietly(inner)
         for view, values in staged:
             view.copy_(values)
 
