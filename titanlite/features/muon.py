@@ -415,7 +415,8 @@ class Muon(torch.optim.Optimizer):
         self, param: nn.Parameter, keep: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         local = local_of(param)
-        if not self._is_stepped(param):  # no other rank has a gradient, either, but all take part
+        if param.grad is None and param not in self.state:
+            # It never had a gradient, on any rank that holds a piece, but all take part.
             return torch.zeros_like(local, dtype=dtype)
         state = self.state[param]
         grad = torch.zeros_like(local) if param.grad is None else local_of(param.grad)
@@ -426,15 +427,9 @@ class Muon(torch.optim.Optimizer):
         buffer.copy_(new if keep is None else torch.where(keep, buffer, new))
         return torch.add(grad, new, alpha=self._momentum).to(dtype)
 
-    def _is_stepped(self, param: nn.Parameter) -> bool:
-        """Return True if the parameter has or ever had a gradient; the result is the same on all
-        ranks that hold pieces of it.
-        """
-        return param.grad is not None or param in self.state
-
     def _move(self, number: int, step: torch.Tensor, keep: torch.Tensor | None) -> None:
         param, group = self._params[number]
-        if not self._is_stepped(param):
+        if param not in self.state:
             return
         local = local_of(param)
         lr = group["lr"]
