@@ -119,6 +119,7 @@ class LoRAExperts(Experts):
     """
 
     adapter_enabled: bool
+    adapted: frozenset[str]
 
     def __init__(self, base: Experts, config: ModelConfig) -> None:
         super().__init__(config)
