@@ -213,15 +213,14 @@ _KERNELS = {
 
 
 def measure(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moves: bool, inside: int
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: int
 ) -> tuple[Call, Work] | None:
-    """Return the work of one call, or None. Views launch no kernel; a collective (`moves`) takes
-    its time on interconnects.
+    """Return the work of one call that is no collective, or None: views launch no kernel.
 
     `inside` is the number of bytes that the kernel holds while it runs; it writes and reads them.
     """
-    without_time = func.is_view or moves
-    without_time |= func.namespace in ("c10d", "_c10d_functional", "profiler", "prim")
+    without_time = func.is_view
+    without_time |= func.namespace in (*_COLLECTIVE_NAMESPACES, "profiler", "prim")
     if without_time or getattr(func, "_overloadpacket", None) in _WITHOUT_KERNEL:
         return None
     if func is _aten._local_scalar_dense.default:
@@ -268,64 +267,58 @@ def _held(tensor: torch.Tensor) -> int:
 class Moved(NamedTuple):
     """One collective."""
 
-    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send"
+    kind: str  # one of the values of `_KINDS`, after `BESIDE` if the collective overlaps
     group: str  # name of the process group
-    # the whole tensor that is gathered, scattered or reduced; for an all-to-all, the part that this
-    # rank sends
-    tensor: torch.Tensor
+    # of the whole tensor that is gathered, scattered or reduced; for an all-to-all, of the part
+    # that this rank sends
+    nbytes: int
 
 
 BESIDE = "overlapped "
 """Prefix of the kind of a collective that overlaps with kernels, whatever its axis is."""
 
-# Operator -> (kind, index of the argument with the group, index of the tensor or -1 for the
-# result).
-_COLLECTIVES: dict[Any, tuple[str, int, int]] = {
-    _c10d._allgather_base_.default: ("all_gather", 2, 0),
-    _c10d._reduce_scatter_base_.default: ("reduce_scatter", 2, 1),
-    _c10d.allreduce_.default: ("all_reduce", 1, 0),
-    _c10d.broadcast_.default: ("broadcast", 1, 0),
-    _c10d.send.default: ("send", 1, 0),
-    _c10d.alltoall_base_.default: (f"{BESIDE}all_to_all", 2, 1),  # in `start_all_to_all`
-    _functional.all_gather_into_tensor.default: ("all_gather", 2, -1),
-    _functional.reduce_scatter_tensor.default: ("reduce_scatter", 3, 0),
-    _functional.all_reduce.default: ("all_reduce", 2, 0),
-    _functional.all_reduce_.default: ("all_reduce", 2, 0),
-    _functional.all_to_all_single.default: ("all_to_all", 3, 0),
-    _functional.broadcast.default: ("broadcast", 2, 0),
-    _own.all_gather.default: ("all_gather", 2, -1),
-    _own.reduce_scatter.default: ("reduce_scatter", 2, 0),
-    _own.all_reduce.default: ("all_reduce", 1, 0),
-    _own.gather_parts.default: ("all_gather", 2, -1),
-    _own.all_to_all.default: ("all_to_all", 3, 0),
+# Part of an operator's name, without underscores -> kind of collective.
+_KINDS = {
+    "allgather": "all_gather",
+    "gatherparts": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
 }
 # the bytes are counted on the sender
 _WITHOUT_BYTES = {_functional.wait_tensor.default, _c10d.barrier.default, _c10d.recv_.default}
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
-def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> list[Moved]:
-    """Return the bytes that one call of an operator moves between ranks; empty for most operators.
+def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> Moved | None:
+    """Return the collective that one call of an operator is; None for most operators.
 
     Raises:
-        NotImplementedError: the collective is not in the table, and would be silently left out.
+        NotImplementedError: the kind of the collective is not known, and it would be silently left
+            out.
     """
-    if func in _COLLECTIVES:
-        kind, group, place = _COLLECTIVES[func]
-        name = (
-            args[group]
-            if isinstance(args[group], str)
-            else dist.ProcessGroup.unbox(args[group]).group_name
-        )
-        moved = out if place < 0 else args[place]
-        return [
-            Moved(kind, name, tensor)
-            for tensor in (moved if isinstance(moved, list | tuple) else [moved])
-        ]
-    if func.namespace in ("c10d", "_c10d_functional") and func not in _WITHOUT_BYTES:
+    is_own = func.namespace == "titanlite"
+    if not (is_own or func.namespace in _COLLECTIVE_NAMESPACES) or func in _WITHOUT_BYTES:
+        return None
+    name = func.name().replace("_", "")
+    kind = next((kind for part, kind in _KINDS.items() if part in name), None)
+    if kind is None and is_own:
+        return None
+    if kind is None:
         raise NotImplementedError(
             f"plan: the collective {func} is not in titanlite.features.estimate.operators."
         )
-    return []
+    given = _arguments(func, args, {})
+    (group,) = (given[key] for key in ("group", "group_name", "process_group") if key in given)
+    if not isinstance(group, str):
+        group = dist.ProcessGroup.unbox(group).group_name
+    sent = next((given[key] for key in ("input", "input_tensor") if key in given), args[0])
+    first, *_ = tensors_of(out if kind == "all_gather" else sent)
+    # `start_all_to_all` is the only caller of this operator
+    beside = BESIDE if func is _c10d.alltoall_base_.default else ""
+    return Moved(beside + kind, group, first.nbytes)
 
 
 def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:

@@ -211,12 +211,12 @@ class StepRecorder(MemTracker):
         if inside:
             self._note_peak(inside)
         self._classify(func, args, kwargs)
-        moved = moved_by(func, args, out)
         where = self._segment.micro_batch, self._segment.phase
-        for kind, group, tensor in moved:
-            self.add(Kind(*where, "", group, Call(kind)), Work(nbytes=tensor.nbytes, launches=1))
-        done = measure(func, args, kwargs, out, moves=bool(moved), inside=inside)
-        if done is not None:
+        moved = moved_by(func, args, out)
+        if moved is not None:
+            work = Work(nbytes=moved.nbytes, launches=1)
+            self.add(Kind(*where, "", moved.group, Call(moved.kind)), work)
+        elif done := measure(func, args, kwargs, out, inside=inside):
             call, work = done
             self.add(Kind(*where, self._part_of(func, call), "", call), work)
         return out
