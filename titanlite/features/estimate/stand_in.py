@@ -58,7 +58,7 @@ class StandInTrainer(TrainStep):
         model = build_on_meta(run)
         self.plan = build_plan(model)
         with FixedScalars() as self.fake:
-            _allocate(self.plan, model)
+            _allocate(self.plan)
             super().__init__(
                 # the device of fake tensors, for which FSDP2 needs no streams
                 replace(run, device=torch.device("cpu")),
@@ -173,33 +173,22 @@ def observed(trainer: TrainStep, recorder: StepRecorder) -> Iterator[None]:
             handle.remove()
 
 
-def _allocate(plan: Plan, model: Model) -> None:
-    """Allocate tensors without data, in the same way as `materialize.allocate`."""
+def _allocate(plan: Plan) -> None:
+    """Allocate tensors without data. As in `materialize.allocate` the objects stay the same."""
     for entry in plan.entries:
-        if not entry.tensor.is_meta or entry.is_remote:
+        tensor = entry.tensor
+        if not tensor.is_meta or entry.is_remote:
             continue
         with unset_fake_temporarily():  # a fake mode has no operators for a DTensor on meta
             shape = entry.local_shape
         local = torch.empty(shape, dtype=entry.dtype)
-        if entry.info.kind == "parameter" and isinstance(entry.tensor, DTensor):
-            exchange(entry.tensor, sharded_like(entry.tensor, local))
+        if isinstance(tensor, DTensor):
+            exchange(tensor, sharded_like(tensor, local))
             continue
-        # A fake tensor without a DTensor around it cannot be swapped in place, so modules get a new
-        # object.
-        if entry.info.kind == "parameter":
-            local = nn.Parameter(local, requires_grad=entry.tensor.requires_grad)
-            vars(local).update(vars(entry.tensor))
-        for name in entry.names:
-            owner, _, leaf = name.rpartition(".")
-            try:
-                module = model.get_submodule(owner)
-            # The modules of a transformers model are below an attribute that names omit.
-            except AttributeError:
-                module = model.get_submodule(f"_transformers_model.{owner}")
-            held: dict[str, Any] = (
-                module._parameters if entry.info.kind == "parameter" else module._buffers
-            )
-            held[leaf] = local
+        # `nn.Parameter(local)` would have a weak reference, with which it cannot be swapped.
+        local.requires_grad_(tensor.requires_grad)
+        vars(local).update(vars(tensor), _is_param=isinstance(tensor, nn.Parameter))
+        torch.utils.swap_tensors(tensor, local)
 
 
 def _build_objective(job: JobConfig, vocab_size: int) -> Objective:

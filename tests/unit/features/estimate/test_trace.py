@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 from planned import checked
 from tiny_transformers import TEXT_SIZES
+from torch import nn
 from transformers import Gemma2Config
 
 from titanlite.config.parallelism import Degrees
 from titanlite.features.estimate.estimate import get_memory, stages_to_trace
+from titanlite.features.estimate.stand_in import StandInTrainer
 from titanlite.features.estimate.trace import find_repetition, trace_step
 from titanlite.features.estimate.tracker import ACTIVATIONS
+from titanlite.launch.process_group import fake_ranks
 
 CP, TP, EP, REPLICATE = (
     "--parallelism.context_parallel_degree=",
@@ -112,6 +115,14 @@ def test_layers_of_transformers_that_repeat_are_traced_by_periods(tmp_path):
 def test_stages_are_alike_if_their_layers_are(layers, traced):
     config = checked(1, sum(layers)).model_config
     assert stages_to_trace(config, Degrees(pp=4, layers=layers)) == traced
+
+
+def test_parameters_without_data_keep_their_class_and_attributes():
+    """Copies of weights are found by an attribute, and torch finds parameters by their class."""
+    with fake_ranks(1, 0):
+        model = StandInTrainer(checked(1, 2), "cuda").model
+        assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+        assert any(hasattr(param, "copies") for param in model.parameters())
 
 
 def test_layers_named_by_number_are_all_traced():
