@@ -21,7 +21,7 @@ from titanlite.features.choice.hardware import (
 )
 from titanlite.features.estimate.operators import BESIDE, Work
 from titanlite.features.estimate.trace import StepTrace, stage_layers, trace_step
-from titanlite.features.estimate.tracker import CATEGORIES, GRADIENTS, Kind, Segment
+from titanlite.features.estimate.tracker import GRADIENTS, STATES, WEIGHTS, Kind, Segment
 from titanlite.preflight import Checked
 
 # Axes whose collectives block layers; the collectives of other axes overlap with other layers.
@@ -34,19 +34,14 @@ _HOST = "waiting for launches"
 class Memory:
     """A rank's bytes at the step's peak of memory."""
 
-    weights: int  # held all the time, as the next two; includes the padding of uneven shards
-    optimizer: int
-    buffers: int
-    working: dict[str, int]  # other memory by category (`tracker.CATEGORIES`), including gradients
-    on_host: int  # part of all these that training.enable_cpu_offload keeps on the host
+    by_purpose: dict[str, int]  # as in `StepTrace.peaks`
+    on_host: tuple[str, ...]  # purposes whose tensors training.enable_cpu_offload keeps on the host
     where: str  # describes the moment of the peak
 
     @property
     def total(self) -> int:
         """Bytes on the device."""
-        return (
-            self.weights + self.optimizer + self.buffers + sum(self.working.values()) - self.on_host
-        )
+        return sum(nbytes for name, nbytes in self.by_purpose.items() if name not in self.on_host)
 
 
 @dataclass(frozen=True)
@@ -169,17 +164,11 @@ def get_memory(trace: StepTrace, *, offload: bool = False) -> Memory:
     are on the host.
     """
 
-    def on_device(segment: Segment) -> int:
-        peak = trace.peaks[segment]
-        return sum(peak.values()) - (peak[GRADIENTS] if offload else 0)
-
-    fullest = max(trace.peaks, key=on_device)
-    working = {name: trace.peaks[fullest][name] for name in CATEGORIES}
-    weights = trace.weights + trace.padding
-    on_host = weights + trace.optimizer + working[GRADIENTS] if offload else 0
-    return Memory(
-        weights, trace.optimizer, trace.buffers, working, on_host, _describe(fullest, trace)
+    on_host = (WEIGHTS, STATES, GRADIENTS) if offload else ()
+    moments = (
+        Memory(peak, on_host, _describe(segment, trace)) for segment, peak in trace.peaks.items()
     )
+    return max(moments, key=lambda memory: memory.total)
 
 
 def _describe(segment: Segment, trace: StepTrace) -> str:

@@ -5,12 +5,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from titanlite.base.text import format_memory, format_table
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.features.estimate.proposals import Planned
-from titanlite.features.estimate.tracker import ACTIVATIONS, GRADIENTS, TEMPORARIES, UNITS
+from titanlite.features.estimate.tracker import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    STATES,
+    TEMPORARIES,
+    UNITS,
+    WEIGHTS,
+)
 
 _MOST_SWEPT = 15
 _WORTH = 1.05  # smallest speedup for which the best choice is named
 _ROW = "{:<10}  {:<16}  {:<6}  {}"
 _EXPLAINED = {
+    WEIGHTS: "exact",
+    STATES: "exact",
+    BUFFERS: "exact",
     GRADIENTS: "sharded, as far as they exist at that moment",
     ACTIVATIONS: "made by forwards: saved for backward, or in use by the running layer or head",
     UNITS: "gathered weights, gradients before the reduce-scatter, and buffers of both",
@@ -148,16 +159,13 @@ def render_memory(estimate: Estimate, rank: int) -> str:
     memory = estimate.memory
     hardware = estimate.hardware
     padding = estimate.trace.padding
-    padded = f", {format_memory(padding)} of it padding of uneven shards" if padding else ""
-    host = " on the host" if memory.on_host else ""
-    rows = [
-        (f"weights{host}", format_memory(memory.weights), f"exact{padded}"),
-        (f"optimizer states{host}", format_memory(memory.optimizer), "exact"),
-        ("buffers", format_memory(memory.buffers), "exact"),
-    ]
-    for name, nbytes in memory.working.items():
-        where = host if name == GRADIENTS else ""
-        rows.append((f"{name}{where}", format_memory(nbytes), _EXPLAINED[name]))
+    rows = list[tuple[str, ...]]()
+    for name, nbytes in memory.by_purpose.items():
+        host = " on the host" if name in memory.on_host else ""
+        text = _EXPLAINED[name]
+        if name == WEIGHTS and padding:
+            text += f", {format_memory(padding)} of it padding of uneven shards"
+        rows.append((f"{name}{host}", format_memory(nbytes), text))
     rows.append(("total on the GPU", format_memory(memory.total), f"fullest: {memory.where}"))
     reserved = (
         f"of {format_memory(hardware.memory_bytes)}, {format_memory(hardware.reserved_bytes)} left "

@@ -22,7 +22,15 @@ from titanlite.config.parallelism import Degrees, resolve_global_batch_size, set
 from titanlite.distributed import ParallelDims
 from titanlite.features.estimate.operators import Work, cuda_workspace
 from titanlite.features.estimate.stand_in import DeviceType, StandInTrainer, observed, without_data
-from titanlite.features.estimate.tracker import UNITS, Kind, Segment, StepRecorder
+from titanlite.features.estimate.tracker import (
+    BUFFERS,
+    STATES,
+    UNITS,
+    WEIGHTS,
+    Kind,
+    Segment,
+    StepRecorder,
+)
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.launch.process_group import fake_ranks
 from titanlite.materialize.layout import is_remote, local_of
@@ -50,7 +58,8 @@ def count_micro_batches(job: JobConfig, dp_degree: int) -> int:
 class StepTrace:
     """The cost of one optimizer step on this rank."""
 
-    # live bytes by category (`tracker.CATEGORIES`) at each segment's peak
+    # bytes at each segment's peak: weights (with their padding), optimizer states and buffers,
+    # which are held all the time, and live bytes by category (`tracker.CATEGORIES`)
     peaks: dict[Segment, dict[str, int]]
     # Work of each traced micro-batch, and of the once-per-step part, including recomputation. The
     # group of a collective is its mesh axis, or "stage" (all ranks of a pipeline stage), or
@@ -59,13 +68,14 @@ class StepTrace:
     ranks: dict[str, list[int]]  # global ranks of these groups
     repeats: tuple[int, ...]  # how often the step does the work of each traced micro-batch
     model_flops_per_token: int  # as in MFU: causal attention, no recomputation
-    weights: int  # bytes held all the time, as the next three
-    optimizer: int
-    buffers: int
-    padding: int  # bytes that FSDP2 adds to shards of uneven size
-    micro_batches: int  # per step
+    padding: int  # bytes of the weights that FSDP2 adds to shards of uneven size
     traced_layers: int  # number of layers that were really traced
     layers: range  # numbers of this rank's layers
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
+        return sum(self.repeats)
 
     def step_work(self) -> Iterator[tuple[Kind, Work]]:
         for kind, work in self.work.items():
@@ -97,11 +107,14 @@ def add_periods(base: StepTrace, times: int, more: StepTrace) -> StepTrace:
         # A moment in only one of the traces lies between moments that are in both.
         if moment in more.peaks
     }
-    names = ("model_flops_per_token", "weights", "optimizer", "buffers", "padding")
-    sizes = {name: grow(getattr(base, name), getattr(more, name)) for name in names}
-    traced = base.traced_layers + more.traced_layers
-    work = {kind: found for kind, found in work.items() if found != none}
-    return replace(base, work=work, peaks=peaks, traced_layers=traced, **sizes)
+    return replace(
+        base,
+        work={kind: found for kind, found in work.items() if found != none},
+        peaks=peaks,
+        model_flops_per_token=grow(base.model_flops_per_token, more.model_flops_per_token),
+        padding=grow(base.padding, more.padding),
+        traced_layers=base.traced_layers + more.traced_layers,
+    )
 
 
 def trace_step(
@@ -307,23 +320,23 @@ def _summarize(
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_remote(param)]
     recorder.leave_out(params)
-    weights = sum(param.nbytes for param in params)
+    held = {
+        WEIGHTS: sum(param.untyped_storage().nbytes() for param in params),
+        STATES: sum(local_of(state).nbytes for state in trainer.optimizer_states()),
+        BUFFERS: sum(buffer.nbytes for buffer in model.buffers() if not is_remote(buffer)),
+    }
     num_layers = len(model.decoder_layers())
     split = num_layers // 2 if split is None else split
     return StepTrace(
         peaks={
-            _count_from_end(segment, split, num_layers): peak
+            _count_from_end(segment, split, num_layers): held | peak
             for segment, peak in recorder.peaks.items()
         },
         work=work,
         ranks={axis: dist.get_process_group_ranks(group) for axis, group in groups},
         repeats=repeats,
         model_flops_per_token=train_flops_per_token(model, trainer.job.training.seq_len),
-        weights=weights,
-        optimizer=sum(local_of(state).nbytes for state in trainer.optimizer_states()),
-        buffers=sum(buffer.nbytes for buffer in model.buffers() if not is_remote(buffer)),
-        padding=sum(param.untyped_storage().nbytes() for param in params) - weights,
-        micro_batches=sum(repeats),
+        padding=held[WEIGHTS] - sum(param.nbytes for param in params),
         traced_layers=num_layers,
         layers=trainer.dims.degrees.stage_layers(len(model.all_layers()), trainer.dims.stage),
     )

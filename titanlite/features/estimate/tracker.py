@@ -43,6 +43,10 @@ _REFERENCES = {
     PERSISTENT: _MemRefType.PARAM,
 }
 CATEGORIES = (GRADIENTS, ACTIVATIONS, UNITS, TEMPORARIES)
+# purposes of persistent tensors
+WEIGHTS = "weights"
+STATES = "optimizer states"
+BUFFERS = "buffers"
 
 _aten, _c10d, _fsdp, _own = torch.ops.aten, torch.ops.c10d, torch.ops.fsdp, torch.ops.titanlite
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -141,7 +141,7 @@ def test_collectives_of_fsdp_are_exposed_where_they_take_longer_than_the_kernels
     }
     node = list(range(8))
     groups = {"dp_shard": node, "ep": node}
-    base = replace(trace(2), work=work, ranks=groups, repeats=(2,), micro_batches=2)
+    base = replace(trace(2), work=work, ranks=groups, repeats=(2,))
     time = step_time(base, Degrees(dp_shard=8, ep=8), h100)
     exposed = {name: round(part.exposed_s * 1e3, 3) for name, part in time.parts.items()}
     hidden = Counter(
