@@ -5,6 +5,7 @@ fit, for the same batch. It never changes the training's result.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from titanlite.checkpoint.train_state import Progress
 from titanlite.config import JobConfig
 from titanlite.config.parallelism import (
     CHOSEN,
-    Degrees,
     check_parallelism,
     resolve_degrees,
     resolve_global_batch_size,
@@ -34,6 +34,7 @@ _LARGER = (2, 4, 8, 16)
 SHORTEST_PIECE = 4096  # fewest tokens of a sequence on a rank of context parallelism
 MODES = ("none", "selective", "keep_attention", "full")  # of recomputation
 _REPLICATE, _CONTEXT, _EXPERT, _LOCAL, _MODE = CHOSEN
+_BATCH = "training.global_batch_size"
 
 
 @dataclass(frozen=True)
@@ -152,64 +153,53 @@ def find_all(checked: Checked, sizes: Sizes, hardware: Hardware, batch: int) -> 
     """Yield every legal combination of the open settings, for steps of `batch` sequences."""
     job = checked.job
     ranks = checked.degrees.world_size
-    parts = part_sizes(checked.model_config)
+    model_config = checked.model_config
+    parts = part_sizes(model_config)
     usable = hardware.usable_bytes * (1 - _MARGIN)
-    options = {key: [get_value(job, key)] for key in CHOSEN}
-    listed = _list_options(job, ranks, hardware)
-    options |= {key: listed[key] for key in checked.unwritten if key in listed}
-    for replicate, context, expert, mode in product(
-        options[_REPLICATE], options[_CONTEXT], options[_EXPERT], options[_MODE]
-    ):
-        values = {_REPLICATE: replicate, _CONTEXT: context, _EXPERT: expert, _MODE: mode}
+    options = {
+        key: values if key in checked.unwritten else [get_value(job, key)]
+        for key, values in _list_options(job, ranks, hardware, batch).items()
+    }
+    for combination in product(*options.values()):
+        values = dict(zip(options, combination, strict=True))
+        changed = set_values(job, values | {_BATCH: batch})
         try:
-            degrees = resolve_degrees(set_values(job, values).parallelism, ranks)
+            degrees = resolve_degrees(changed.parallelism, ranks)
         except ConfigError:
             continue
-        if batch % degrees.dp:
+        sequences = degrees.dp * changed.training.local_batch_size
+        if batch % sequences or check_parallelism(changed, model_config, degrees, parts):
             continue
-        share = batch // degrees.dp
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        for local in divisors if _LOCAL in checked.unwritten else options[_LOCAL]:
-            each = values | {_LOCAL: local}
-            changed = set_values(job, each | {"training.global_batch_size": batch})
-            if check_parallelism(changed, checked.model_config, degrees, parts):
-                continue
-            setup = _set_up(changed, degrees, share // int(local))
-            nbytes = count_bytes(sizes, setup)
-            seconds = count_seconds(sizes, setup, hardware)
-            if job.training.global_batch_size == -1 and int(local) * degrees.dp != batch:
-                each |= {"training.global_batch_size": batch}
-            found = {
-                key: each[key] for key in each if key not in CHOSEN or key in checked.unwritten
-            }
-            yield Choice(
-                values=found,
-                rate=batch * setup.seq_len / ranks / seconds,
-                nbytes=nbytes,
-                batch=batch,
-                fits=nbytes <= usable,
-            )
+        setup = Setup(changed, degrees, batch // sequences)
+        nbytes = count_bytes(sizes, setup)
+        seconds = count_seconds(sizes, setup, hardware)
+        chosen = {key: value for key, value in values.items() if key in checked.unwritten}
+        if job.training.global_batch_size == -1 and sequences != batch:
+            chosen[_BATCH] = batch
+        yield Choice(
+            values=chosen,
+            rate=batch * job.training.seq_len / ranks / seconds,
+            nbytes=nbytes,
+            batch=batch,
+            fits=nbytes <= usable,
+        )
 
 
-def _list_options(job: JobConfig, ranks: int, hardware: Hardware) -> dict[str, list[int | str]]:
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+def _list_options(
+    job: JobConfig, ranks: int, hardware: Hardware, batch: int
+) -> dict[str, list[Any]]:
+    """Return the values to try for each of `CHOSEN`."""
     nodes = max(ranks // hardware.gpus_per_node, 1)
     longest = job.training.seq_len // SHORTEST_PIECE
     return {
         _REPLICATE: sorted({1, nodes}),
-        _CONTEXT: [n for n in divisors if n == 1 or n <= longest],
-        _EXPERT: [*divisors],
+        _CONTEXT: [n for n in list_divisors(ranks) if n == 1 or n <= longest],
+        _EXPERT: list_divisors(ranks),
         _MODE: [*MODES],
+        _LOCAL: list_divisors(batch),
     }
 
 
-def _set_up(job: JobConfig, degrees: Degrees, micro_batches: int) -> Setup:
-    return Setup(
-        degrees=degrees,
-        mode=job.activation_checkpoint.mode,
-        seq_len=job.training.seq_len,
-        local_batch_size=job.training.local_batch_size,
-        micro_batches=micro_batches,
-        is_offloaded=job.training.enable_cpu_offload,
-        state_bytes=2 if job.optimizer.state_dtype == "bfloat16" else 4,
-    )
+def list_divisors(number: int) -> list[int]:
+    """Return the positive integers that divide `number`, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -5,8 +5,9 @@ The command `plan` traces the step instead. The factors are fitted to its traces
 Qwen3-MoE, GLM-4.5, DeepSeek-V3 and gpt-oss; `scripts/bench/choices.py` compares the two.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -51,6 +52,7 @@ _OF_EXPERTS = 33  # in addition, for experts
 _OF_EXCHANGE = 23  # in addition, for their all-to-all
 _OF_COPIES = 12  # in addition, for copies without FSDP
 _FORWARD = 0.4  # fraction of a layer's kernels that run in forward
+_WHOLE_LAYERS = ("keep_attention", "full")  # modes in which backward computes whole layers again
 # fraction of a layer's kernels that run again in backward, by mode of recomputation
 _AGAIN = {"none": 0.0, "selective": 0.03, "keep_attention": 0.15, "full": 0.15}
 # values that elementwise kernels move for each feature of the residual stream, attention, dense
@@ -161,61 +163,61 @@ def measure(model: Model, job: JobConfig) -> Sizes:
     )
 
 
-def _add_up(named: list[tuple[str, nn.Parameter]]) -> Weights:
-    values = trained = stored = gathered = copied = encoded = 0
+def _add_up(named: Iterable[tuple[str, nn.Parameter]]) -> Weights:
+    sums: Counter[str] = Counter()
     for _, param in named:
         count = num_values(param)
-        values += count
-        stored += param.nbytes
-        gathered += min(param.nbytes, count * _HALF)
-        copied += count * _HALF * (param.nbytes > count * _HALF)
-        trained += count * param.requires_grad
-        encoded += count * (encoding_of(param) is not None)
-    return Weights(values, trained, stored, gathered, copied, encoded)
+        sums.update(
+            values=count,
+            trained=count * param.requires_grad,
+            stored=param.nbytes,
+            gathered=min(param.nbytes, count * _HALF),
+            copied=count * _HALF * (param.nbytes > count * _HALF),
+            encoded=count * (encoding_of(param) is not None),
+        )
+    return Weights(**sums)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a run on which memory and time depend."""
+    """A run whose settings are all chosen."""
 
+    job: JobConfig
     degrees: Degrees
-    mode: str  # of recomputation
-    seq_len: int
-    local_batch_size: int
-    micro_batches: int
-    is_offloaded: bool
-    state_bytes: int  # of each of AdamW's two moments of a weight
+    micro_batches: int  # of a step
 
     @property
-    def recomputes_layers(self) -> bool:
-        """True if backward computes whole layers again, with or without their attention."""
-        return self.mode in ("keep_attention", "full")
+    def mode(self) -> str:
+        """Mode of recomputation."""
+        return self.job.activation_checkpoint.mode
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of each of AdamW's two moments of a weight."""
+        return _HALF if self.job.optimizer.state_dtype == "bfloat16" else _FULL
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank. Inside of layers a tp rank has all of its group, and
         a share of each one's features.
         """
-        ranks = self.degrees.ranks_per_sequence
-        return self.local_batch_size * self.seq_len // ranks
+        training = self.job.training
+        return training.local_batch_size * training.seq_len // self.degrees.ranks_per_sequence
 
 
 def count_bytes(sizes: Sizes, setup: Setup) -> float:
     """Return a rank's bytes at the step's peak of memory."""
     degrees = setup.degrees
     tokens = setup.tokens
-    dense_ranks, expert_ranks = degrees.fsdp * degrees.tp, degrees.efsdp * degrees.ep
     layers = max(sizes.num_layers / degrees.pp, 1)
     weights = gradients = 0.0
-    for kind, ranks in (
-        (sizes.dense, dense_ranks * degrees.pp),
-        (sizes.experts, expert_ranks * degrees.pp),
-        (sizes.outside, dense_ranks),
-    ):
-        weights += kind.stored / ranks
-        gradients += kind.trained * _FULL / ranks
+    for kind, ranks, split in _shards(sizes, degrees):
+        stages = 1 if kind is sizes.outside else degrees.pp
+        shards = len(ranks) * split * stages
+        weights += kind.stored / shards
+        gradients += kind.trained * _FULL / shards
     states = weights + 2 * gradients * setup.state_bytes / _FULL
-    if setup.is_offloaded:
+    if setup.job.training.enable_cpu_offload:
         states = gradients = 0
     local_experts = sizes.experts.gathered / degrees.ep / sizes.num_layers
     copies = 0.0
@@ -232,9 +234,9 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
         one = 0.0
     outside = sizes.vocab_size * sizes.hidden_size * _HALF / degrees.tp
     units = (_UNITS if sizes.dense.trained == sizes.dense.values else 2) * one
-    kept = _kept(sizes, setup)
-    whole = _kept(sizes, replace(setup, mode="none"))
+    kept = _kept(sizes, degrees.ep, setup.mode)
     kept *= tokens * layers * min(degrees.pp, setup.micro_batches)
+    whole = _kept(sizes, degrees.ep, "none")
     logits = min(tokens * degrees.tp, _LOSS_CHUNK) * sizes.vocab_size / degrees.tp * _LOGIT_BYTES
     head = logits + (_HEADS if is_split else _WHOLE_HEADS) * outside
     work = units + 2 * is_split * outside + 1.5 * whole * tokens
@@ -245,21 +247,23 @@ def count_bytes(sizes: Sizes, setup: Setup) -> float:
     return states + copies + peak
 
 
-def _kept(sizes: Sizes, setup: Setup) -> float:
-    """Return the bytes that a layer saves for its backward, per token."""
+def _kept(sizes: Sizes, ep: int, mode: str) -> float:
+    """Return the bytes that a layer saves for its backward, per token, in a mode of recomputation
+    (see `_AGAIN`).
+    """
     hidden = sizes.hidden_size
     layers = sizes.num_layers
-    if setup.recomputes_layers:
-        saved = sizes.attention_bytes if setup.mode == "keep_attention" else 0
+    if mode in _WHOLE_LAYERS:
+        saved = sizes.attention_bytes if mode == "keep_attention" else 0
         return _HALF * hidden + saved / layers
     attention, mlp = sizes.attention_width / layers, sizes.mlp_width / layers
     experts = sizes.expert_width / layers * sizes.top_k
-    if setup.mode == "selective":
+    if mode == "selective":
         features = 4 * hidden + 1.4 * attention + 0.67 * mlp + experts * 0.6
     else:
         features = 4 * hidden + 1.5 * attention + mlp + experts * 0.67
     features += sizes.top_k * sizes.unfused_width
-    return _HALF * (features + _rows_sent(sizes, setup.degrees.ep) * hidden)
+    return _HALF * (features + _rows_sent(sizes, ep) * hidden)
 
 
 def _rows_sent(sizes: Sizes, ep: int) -> float:
@@ -336,7 +340,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     backward += 2.5 * core + decoded + beside + waits
     backward += tokens * sizes.vocab_size * _LOGIT_TRAFFIC / elementwise
     backward += max(tokens * tp / _LOSS_CHUNK, 1) * head / tp * _HEAD_TRAFFIC / memory
-    if setup.recomputes_layers:
+    if setup.mode in _WHOLE_LAYERS:
         saved = sizes.attention_flops if setup.mode == "keep_attention" else 0
         backward += kernels - saved * attention_s
         again += _SENT_AGAIN * rows_sent + _UNFUSED_AGAIN * unfused + _CLAMPED_AGAIN * clamped
@@ -359,7 +363,7 @@ def _micro_batch_s(sizes: Sizes, setup: Setup, hardware: Hardware) -> float:
     later = (1 - _FORWARD + _AGAIN[setup.mode]) * launches
     return max(kernels + first * KERNEL_S, links, first * LAUNCH_S) + max(
         backward + later * KERNEL_S,
-        links + reduced + beside * (1 + setup.recomputes_layers),
+        links + reduced + beside * (1 + (setup.mode in _WHOLE_LAYERS)),
         later * LAUNCH_S,
     )
 
@@ -381,8 +385,7 @@ def _shards(sizes: Sizes, degrees: Degrees) -> Iterator[tuple[Weights, range, in
     dense = range(0, degrees.fsdp * degrees.tp, degrees.tp)
     yield sizes.dense, dense, degrees.tp
     yield sizes.outside, dense, degrees.tp
-    if not degrees.experts_on_own_mesh or degrees.efsdp > 1:
-        yield sizes.experts, range(0, degrees.efsdp * degrees.ep, degrees.ep), degrees.ep
+    yield sizes.experts, range(0, degrees.efsdp * degrees.ep, degrees.ep), degrees.ep
 
 
 def _link_s(hardware: Hardware, kind: str, ranks: range, nbytes: float) -> float:

@@ -15,7 +15,7 @@ from titanlite.base.text import describe_error
 from titanlite.config import JobConfig, ModelConfig
 from titanlite.config.schema import BLOCK_SIZES
 from titanlite.config.settings import get_value
-from titanlite.features.choice.choose import MODES, SHORTEST_PIECE, Choice
+from titanlite.features.choice.choose import MODES, SHORTEST_PIECE, Choice, list_divisors
 from titanlite.features.choice.hardware import Hardware
 from titanlite.features.estimate.estimate import Estimate
 from titanlite.preflight import Checked
@@ -181,7 +181,7 @@ def _combinations(job: JobConfig, hardware: Hardware, world_size: int) -> Iterat
     """
     ranks = max(world_size // job.parallelism.pipeline_parallel_degree, 1)
     nodes = world_size // hardware.gpus_per_node
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    divisors = list_divisors(ranks)
     replicas = sorted({1, nodes}.intersection(divisors))
     for replicate, cp, tp, ep in product(replicas, divisors, divisors, divisors):
         is_long = job.training.seq_len >= SHORTEST_PIECE * cp * tp

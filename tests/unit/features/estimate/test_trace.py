@@ -99,8 +99,10 @@ def test_layers_of_transformers_that_repeat_are_traced_by_periods(tmp_path):
         "--model.overrides.initializer_range=none",
         "--moe.aux_loss_coeff=none",
     )
-    job = checked(2, "none", *settings)
-    few, every = trace_step(job), trace_step(job, every_layer=True)
+    job = checked(3, "none", *settings)
+    few = trace_step(job, rank=2)
+    every = trace_step(job, every_layer=True, rank=2)
+    assert few.padding > 0, "the last of 3 ranks has fewer rows than the others"
     assert (few.traced_layers, every.traced_layers) == (3 + 5, 9)
     for name in ("work", "padding", "layers", "model_flops_per_token"):
         assert getattr(few, name) == getattr(every, name), name
@@ -113,6 +115,19 @@ def test_layers_of_transformers_that_repeat_are_traced_by_periods(tmp_path):
 def test_stages_are_alike_if_their_layers_are(layers, traced):
     config = checked(1, sum(layers)).model_config
     assert stages_to_trace(config, Degrees(pp=4, layers=layers)) == traced
+
+
+def test_offload_takes_weights_states_and_gradients_off_the_gpu():
+    """The optimizer's step, which holds all gradients, is then not the fullest moment."""
+    trace = trace_step(checked(2, 2))
+    away = ("weights", "optimizer states", "gradients")
+    left = [
+        sum(nbytes for name, nbytes in peak.items() if name not in away)
+        for peak in trace.peaks.values()
+    ]
+    memory = get_memory(trace, offload=True)
+    assert memory.total == max(left) < get_memory(trace).total
+    assert set(memory.on_host) == {*away}
 
 
 def test_parameters_without_data_keep_their_class_and_attributes():
