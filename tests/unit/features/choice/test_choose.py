@@ -8,7 +8,7 @@ import torch
 from titanlite.assemble import build_unsharded
 from titanlite.checkpoint.train_state import Progress
 from titanlite.config.load import CODE, Reader
-from titanlite.config.parallelism import CHOSEN
+from titanlite.config.parallelism import CHOSEN, resolve_global_batch_size
 from titanlite.config.settings import get_value
 from titanlite.features.choice.at_start import choose_for, describe_model
 from titanlite.features.choice.choose import describe, find_all, find_hardware, keep_choice, take
@@ -92,6 +92,27 @@ def test_frozen_weights_need_no_copies_and_quantized_ones_are_as_wide():
         assert sizes.dense.copied == 2 * sizes.dense.trained
         assert sizes.attention_width == whole.attention_width > 0
         assert sizes.unfused_width > sizes.hidden_size
+
+
+def test_moments_in_two_bytes_take_half_the_memory():
+    nbytes = {}
+    for dtype in ("float32", "bfloat16"):
+        one = checked(f"--optimizer.state_dtype={dtype}", ranks=1)
+        sizes = describe_model(one, build_unsharded)
+        nbytes[dtype] = min(each.nbytes for each in find_all(one, sizes, H100, batch=1))
+    trained = sizes.dense.trained + sizes.experts.trained + sizes.outside.trained
+    assert nbytes["float32"] - nbytes["bfloat16"] == pytest.approx(2 * 2 * trained)
+
+
+def test_a_batch_of_the_ranks_sequences_stays_that_of_the_data():
+    """With `global_batch_size` = -1 a step has the sequences of all ranks, whatever is chosen."""
+    one = checked("--training.global_batch_size=-1")
+    found = [*find_all(one, describe_model(one, build_unsharded), H100, batch=16)]
+    batches = set()
+    for choice in found:
+        taken = take(one, choice)
+        batches.add(resolve_global_batch_size(taken.job, taken.degrees.dp))
+    assert found and batches == {16}
 
 
 WRITTEN = {
