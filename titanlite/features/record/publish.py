@@ -8,8 +8,8 @@ import os
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -253,80 +253,77 @@ def push_to_hub(folder: Path, repository: str) -> None:
 
 
 ID_FILE = "wandb_id"
-_opened: list["WandbRun"] = []
+_runs: list[Any] = []  # the run of `wandb`; empty without one, and after its first error
 
 
 def open_wandb(job: JobConfig, folder: Path) -> Callable[[int, Mapping[str, float]], None] | None:
     """Start W&B for the run in the existing `folder`, and return a function that logs (step,
     values).
 
-    None on ranks other than 0, or without `metrics.enable_wandb`.
+    None on ranks other than 0, or without `metrics.enable_wandb`. A folder is one run of W&B, whose
+    id is in the file `wandb_id`; a resumed run continues it. wandb stores its files in `wandb/` of
+    the folder. It gets the configuration with only the last part of local paths.
     """
     if not job.metrics.enable_wandb or get_rank() != 0:
         return None
-    _opened.append(run := WandbRun(job, folder))
-    return lambda step, values: run.call(lambda wandb_run: wandb_run.log({"step": step, **values}))
+    with _ending_at_error():
+        _runs.append(_start(job, folder.resolve()))
+    return _log
+
+
+def _log(step: int, values: Mapping[str, float]) -> None:
+    with _ending_at_error():
+        for run in _runs:
+            run.log({"step": step, **values})
 
 
 def configure_wandb(found: Mapping[str, Any]) -> None:
     """Send the environment of the run to W&B, except the command, which contains paths."""
     values = {"environment": {name: found[name] for name in found if name != "command"}}
-    for run in _opened:
-        run.call(lambda wandb_run: wandb_run.config.update(values, allow_val_change=True))
+    with _ending_at_error():
+        for run in _runs:
+            run.config.update(values, allow_val_change=True)
 
 
 def finish_wandb(exit_code: int) -> None:
     """Finish the W&B run, if `open_wandb` started one; a nonzero exit code marks it as failed."""
-    while _opened:
-        _opened.pop().call(lambda run: run.finish(exit_code=exit_code))
+    with _ending_at_error():
+        while _runs:
+            _runs.pop().finish(exit_code=exit_code)
 
 
-class WandbRun:
-    """Writer of metrics to wandb. Its first error is logged as one warning, and then it stops
-    writing.
-
-    A folder is one run of W&B, whose id is in the file `wandb_id`; a resumed run continues it.
-    wandb stores its files in `wandb/` of the folder. It gets the configuration with only the last
-    part of local paths.
-    """
-
-    def __init__(self, job: JobConfig, folder: Path) -> None:
-        self._run: Any = None
-        self._is_off = False
-        self.call(lambda _: self._start(job, folder.resolve()))
-
-    def _start(self, job: JobConfig, folder: Path) -> None:
-        wandb = importlib.import_module("wandb")
-        # With show_info False wandb does not ask for a key on a terminal. The metadata would
-        # include the command, which has paths, and the address of a git remote, which may have a
-        # token.
-        quiet = {"show_info": False, "console": "off", "x_disable_meta": True, "disable_git": True}
-        # `init` still prints output that its own settings disable
-        wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))
-        self._run = wandb.init(
-            project=read_variable("WANDB_PROJECT") or job.metrics.wandb_project,
-            name=read_variable("WANDB_NAME") or folder.name,
-            id=_get_id(folder / ID_FILE),
-            resume="allow",
-            dir=str(folder),
-            notes=job.job.description or None,
-            config=_get_config(job),
+@contextmanager
+def _ending_at_error() -> Iterator[None]:
+    """Log an error of wandb as a warning, and write no more to its run."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of wandb may end the run
+        _runs.clear()
+        logger.warning(
+            "W&B: %s. It gets no more points; metrics.jsonl has all.", describe_error(error)
         )
-        self._run.define_metric("*", step_metric="step")
-        offline = f"offline, `wandb sync {os.path.dirname(self._run.dir)}` uploads this run"
-        logger.info("W&B: %s", self._run.url or offline)
 
-    def call(self, function: Callable[[Any], object]) -> None:
-        """Call `function` with wandb's run, unless an earlier call failed."""
-        if self._is_off:
-            return
-        try:
-            function(self._run)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - no error of wandb may end the run
-            self._is_off = True
-            logger.warning(
-                "W&B: %s. It gets no more points; metrics.jsonl has all.", describe_error(error)
-            )
+
+def _start(job: JobConfig, folder: Path) -> Any:
+    wandb = importlib.import_module("wandb")
+    # With show_info False wandb does not ask for a key on a terminal. The metadata would include
+    # the command, which has paths, and the address of a git remote, which may have a token.
+    quiet = {"show_info": False, "console": "off", "x_disable_meta": True, "disable_git": True}
+    # `init` still prints output that its own settings disable
+    wandb.setup(wandb.Settings(init_timeout=30.0, **quiet))
+    run = wandb.init(
+        project=read_variable("WANDB_PROJECT") or job.metrics.wandb_project,
+        name=read_variable("WANDB_NAME") or folder.name,
+        id=_get_id(folder / ID_FILE),
+        resume="allow",
+        dir=str(folder),
+        notes=job.job.description or None,
+        config=_get_config(job),
+    )
+    run.define_metric("*", step_metric="step")
+    offline = f"offline, `wandb sync {os.path.dirname(run.dir)}` uploads this run"
+    logger.info("W&B: %s", run.url or offline)
+    return run
 
 
 def _get_config(job: JobConfig) -> dict[str, dict[str, Any]]:

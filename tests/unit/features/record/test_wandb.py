@@ -40,7 +40,7 @@ def wandb(monkeypatch):
     standin.url, standin.dir = "https://wandb.example/run", "/x/files"
     monkeypatch.setitem(sys.modules, "wandb", standin)
     yield standin
-    publish._opened.clear()
+    publish._runs.clear()
 
 
 def build(job, folder, **options):
@@ -62,7 +62,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb):
         log(metrics, 1, moe=moe)
         metrics.log_validation(1, 2.25, {})
         log(metrics, 2, loss=float("nan"))
-    finish_wandb(0)
+    finish_wandb(3)
     points = [logged.args[0] for logged in wandb.log.mock_calls]
     lines = read_lines(folder / "metrics.jsonl")
     assert [point["step"] for point in points] == [line["step"] for line in lines] == [1, 1, 2]
@@ -76,7 +76,7 @@ def test_points_have_the_names_and_steps_of_metrics_jsonl(job, tmp_path, wandb):
                 assert point[name] == value or value is None
     assert points[1] == {"step": 1, "loss/validation": 2.25}
     wandb.define_metric.assert_called_once_with("*", step_metric="step")
-    assert wandb.mock_calls[-1] == call.finish(exit_code=0)
+    assert wandb.mock_calls[-1] == call.finish(exit_code=3)
 
 
 def test_a_folder_is_a_run_with_its_name(job, tmp_path, wandb):
