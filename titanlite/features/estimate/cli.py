@@ -18,7 +18,7 @@ from titanlite.base.log import logger
 from titanlite.base.text import Parser, command
 from titanlite.config import JobConfig, ModelConfig, load_config
 from titanlite.config.load import CODE, Reader
-from titanlite.config.parallelism import CHOSEN
+from titanlite.config.parallelism import CHOSEN, set_values
 from titanlite.features.choice.at_start import describe_model
 from titanlite.features.choice.choose import Choice, choose, take
 from titanlite.features.choice.hardware import DEFAULT_GPU, GPUS, Hardware, get_hardware
@@ -64,7 +64,6 @@ class Request:
     hardware: Hardware
     job: JobConfig
     weights: str  # name of the model that training begins with; "" for random weights
-    sizes: str  # describes the origin of its sizes
 
     def check(self) -> Checked:
         """Check the configuration. Raises ConfigError: it is wrong."""
@@ -176,19 +175,15 @@ def read_request(argv: Sequence[str]) -> Request:
     return Request(known, hardware, *_localize(job))
 
 
-def _localize(job: JobConfig) -> tuple[JobConfig, str, str]:
-    """Return `job` for a machine without the weights, and descriptions of the origins of weights
-    and sizes.
-    """
-    model = job.model
-    checkpoint = job.checkpoint
-    weights = checkpoint.initial_load_path
-    if weights and not any(Path(weights).expanduser().glob("*.safetensors")):
-        checkpoint = replace(checkpoint, initial_load_path="")
-        if not (model.flavor or model.hf_assets_path):
-            model = replace(model, hf_assets_path=weights)
-    sizes = f"preset {model.name} {model.flavor}" if model.flavor else "config.json"
-    return replace(job, model=model, checkpoint=checkpoint), weights, sizes
+def _localize(job: JobConfig) -> tuple[JobConfig, str]:
+    """Return `job` for a machine without the weights, and the name of the weights."""
+    weights = job.checkpoint.initial_load_path
+    if not weights or any(Path(weights).expanduser().glob("*.safetensors")):
+        return job, weights
+    values = {"checkpoint.initial_load_path": ""}
+    if not (job.model.flavor or job.model.hf_assets_path):
+        values["model.hf_assets_path"] = weights
+    return set_values(job, values), weights
 
 
 def _hardware(known: argparse.Namespace) -> Hardware:
@@ -239,7 +234,7 @@ def _plan(request: Request, plan: Plan) -> int:
     if wanted is None:  # for other models, one plan takes as long as all proposals for these
         is_native = isinstance(checked.model_config, ModelConfig)
         wanted = is_native and base.estimate.trace.traced_layers < _MANY_LAYERS
-    print(render.render_verdict(base, request.weights, request.sizes, known.tokens), flush=True)
+    print(render.render_verdict(base, request.weights, known.tokens), flush=True)
     for line in render.render_proposals(base, propose(base, plan) if wanted else None):
         print(line, flush=True)
     print()

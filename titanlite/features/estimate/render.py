@@ -29,18 +29,15 @@ _EXPLAINED = {
 }
 
 
-def render_verdict(
-    base: Planned,
-    weights: str,
-    sizes: str,
-    tokens: float | None,
-) -> str:
+def render_verdict(base: Planned, weights: str, tokens: float | None) -> str:
     """Render whether the run fits, its bound, speed and duration, the chosen settings, and the best
     ones.
     """
     estimate = base.estimate
     job = base.checked.job
     hardware, time, training = estimate.hardware, estimate.time, job.training
+    model = job.model
+    sizes = f"preset {model.name} {model.flavor}" if model.flavor else "config.json"
     what = f"adapters of rank {job.lora.rank}" if job.lora.rank else "all weights"
     start = (
         f"{what} of {weights}" if weights else f"{what} of a new {base.checked.model_config.family}"
