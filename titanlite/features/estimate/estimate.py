@@ -190,14 +190,11 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTim
     overlap with kernels of the same forward or backward, and count only as far as they take longer.
     Host launches overlap with the device.
     """
-    parts: dict[str, Part] = {}
+    parts: defaultdict[str, Part] = defaultdict(lambda: Part(Work(), 0.0))
     compute = intra = inter = 0.0
     stretches: defaultdict[tuple[int, str], list[tuple[Kind, Work]]] = defaultdict(list)
     for kind, work in trace.step_work():
         stretches[kind[:2]].append((kind, work))
-
-    def add(name: str, part: Part) -> None:
-        parts[name] = parts[name] + part if name in parts else part
 
     for (micro_batch, _), entries in stretches.items():
         busy = launches = overlapped = 0.0
@@ -209,9 +206,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTim
                 compute += work.flops / (
                     hardware.float32_flops if kind.call.rate == "float32" else hardware.flops
                 )
-                add(kind.part, Part(work, seconds))
+                parts[kind.part] += Part(work, seconds)
                 if work.syncs:
-                    add(_SYNCS, Part(Work(launches=work.syncs), work.syncs * SYNC_S))
+                    parts[_SYNCS] += Part(Work(launches=work.syncs), work.syncs * SYNC_S)
                 busy += seconds + work.syncs * SYNC_S
                 continue
             ranks = trace.ranks[kind.group]
@@ -223,7 +220,7 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTim
             name = f"{kind.call.rate} over {kind.group}"
             waits = kind.group in _WAITED_FOR and not kind.call.rate.startswith(BESIDE)
             if waits or micro_batch < 0:
-                add(name, Part(work, seconds))
+                parts[name] += Part(work, seconds)
                 busy += seconds
             else:
                 others.append((name, work, seconds))
@@ -231,9 +228,9 @@ def step_time(trace: StepTrace, degrees: Degrees, hardware: Hardware) -> StepTim
         exposed = max(overlapped - busy, 0.0)
         for name, work, seconds in others:
             shown = exposed * seconds / overlapped if overlapped else 0.0
-            add(name, Part(work, shown, seconds - shown))
+            parts[name] += Part(work, shown, seconds - shown)
         if launches > busy + exposed:
-            add(_HOST, Part(Work(), launches - busy - exposed))
+            parts[_HOST] += Part(Work(), launches - busy - exposed)
     return StepTime(parts, compute, intra, inter, degrees.waiting(trace.micro_batches))
 
 

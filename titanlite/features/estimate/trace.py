@@ -8,6 +8,7 @@ the first or the last layer; between those, memory is linear, so its peak is at 
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -312,11 +313,11 @@ def _summarize(
     groups = list(list_groups(trainer.dims))
     world = groups[0][1].group_name
     axes = {group.group_name: axis for axis, group in groups} | {"": ""}
-    work: dict[Kind, Work] = {}
+    work: defaultdict[Kind, Work] = defaultdict(Work)
     for kind, found in recorder.work.items():
         is_global = kind.micro_batch < 0 and kind.group == world
         kind = kind._replace(group="world" if is_global else axes[kind.group])
-        work[kind] = work.get(kind, Work()) + found
+        work[kind] += found
     model = trainer.model
     params = [local_of(param) for param in model.parameters() if not is_remote(param)]
     recorder.leave_out(params)

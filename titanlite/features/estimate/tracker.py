@@ -7,7 +7,7 @@ fake ones, which have sizes but no data.
 """
 
 import gc
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -134,7 +134,7 @@ class StepRecorder(MemTracker):
         # True while DTensor determines a layout, with fake tensors of global size that no kernel
         # allocates
         self._finds_layout = False
-        self.work: dict[Kind, Work] = {}
+        self.work: defaultdict[Kind, Work] = defaultdict(Work)
         self.peaks: dict[Segment, dict[str, int]] = {}
         self._workspace = workspace
         self._segment = Segment(-1, "optimizer")
@@ -227,7 +227,7 @@ class StepRecorder(MemTracker):
 
     def add(self, kind: Kind, work: Work) -> None:
         """Add the work of the latest operator."""
-        self.work[kind] = self.work.get(kind, Work()) + work
+        self.work[kind] += work
 
     def _part_of(self, func: Any, call: Call) -> str:
         """Return the part of the step to which a kernel belongs: by operator, or by phase."""
