@@ -215,7 +215,7 @@ _KERNELS = {
 def measure(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: int
 ) -> tuple[Call, Work] | None:
-    """Return the work of one call that is no collective, or None: views launch no kernel.
+    """Return the work of one call that is not a collective; None for views, which launch nothing.
 
     `inside` is the number of bytes that the kernel holds while it runs; it writes and reads them.
     """
@@ -293,11 +293,10 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> Moved | None:
-    """Return the collective that one call of an operator is; None for most operators.
+    """Return the collective that a call of an operator makes; None for most operators.
 
     Raises:
-        NotImplementedError: the kind of the collective is not known, and it would be silently left
-            out.
+        NotImplementedError: its kind or its tensor is not known. It would be silently left out.
     """
     is_own = func.namespace == "titanlite"
     if not (is_own or func.namespace in _COLLECTIVE_NAMESPACES) or func in _WITHOUT_BYTES:
@@ -306,19 +305,19 @@ def moved_by(func: Any, args: tuple[Any, ...], out: Any) -> Moved | None:
     kind = next((kind for part, kind in _KINDS.items() if part in name), None)
     if kind is None and is_own:
         return None
-    if kind is None:
+    given = _arguments(func, args, {})
+    sent = [given[key] for key in ("input", "input_tensor", "tensors", "x") if key in given]
+    moved = tensors_of(out if kind == "all_gather" else sent)
+    if kind is None or len(moved) != 1:
         raise NotImplementedError(
             f"plan: the collective {func} is not in titanlite.features.estimate.operators."
         )
-    given = _arguments(func, args, {})
     (group,) = (given[key] for key in ("group", "group_name", "process_group") if key in given)
     if not isinstance(group, str):
         group = dist.ProcessGroup.unbox(group).group_name
-    sent = next((given[key] for key in ("input", "input_tensor") if key in given), args[0])
-    first, *_ = tensors_of(out if kind == "all_gather" else sent)
     # `start_all_to_all` is the only caller of this operator
     beside = BESIDE if func is _c10d.alltoall_base_.default else ""
-    return Moved(beside + kind, group, first.nbytes)
+    return Moved(beside + kind, group, moved[0].nbytes)
 
 
 def cuda_workspace(func: Any, args: tuple[Any, ...], out: Any) -> int:

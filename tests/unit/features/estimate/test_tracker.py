@@ -120,7 +120,9 @@ def test_every_collective_of_titanlite_is_counted():
 
 
 def test_a_collective_of_an_unknown_kind_is_not_left_out():
-    unknown = torch.ops.c10d.scatter_.default
-    with pytest.raises(NotImplementedError, match=r"c10d\.scatter_\.default is not in"):
-        moved_by(unknown, (), None)
+    c10d = torch.ops.c10d
+    lists = torch.zeros(2), [torch.zeros(1)]
+    for unknown in (c10d.scatter_.default, c10d.reduce_scatter_.default):
+        with pytest.raises(NotImplementedError, match=r"c10d\.\w+\.default is not in"):
+            moved_by(unknown, lists, None)
     assert moved_by(torch.ops.titanlite.gather_sum.default, (), None) is None
