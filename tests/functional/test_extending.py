@@ -117,9 +117,8 @@ def test_its_state_is_saved_and_metrics_are_logged(config_file, tmp_path, run_ra
         )
         assert points[-1]["metric/perplexity"] == pytest.approx(math.exp(points[-1]["loss/train"]))
         assert 0 <= points[-1]["objective/accuracy"] <= 1
-        assert (
-            "average.lm_head.weight"
-            in read_headers([whole.checkpoint / "titanlite/optimizer.safetensors"], "test").tensors
+        assert "average.lm_head.weight" in read_headers(
+            [whole.checkpoint / "titanlite/optimizer.safetensors"], "test"
         )
         with pytest.raises(titanlite.TitanliteError, match=r"another run.*training.objective"):
             titanlite.train(

@@ -59,14 +59,11 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
     every rank must call.
     """
     biases = [
-        t
-        for t in stored.tensors.values()
-        if is_bias(t.key) and t.dtype in (torch.bfloat16, torch.float16)
+        t for t in stored.values() if is_bias(t.key) and t.dtype in (torch.bfloat16, torch.float16)
     ]
 
     def find() -> list[str]:
-        keys = [bias.key for bias in biases]
-        reader = SafetensorsReader.of_keys(str(folder), stored, keys)
+        reader = SafetensorsReader.of_tensors(str(folder), biases)
         values = reader.read_whole({bias.key: bias.dtype for bias in biases})
         return [key for key, value in values.items() if _has_collapsed(value)]
 

@@ -8,9 +8,9 @@ in the data. https://huggingface.co/docs/safetensors
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 class StoredTensor(NamedTuple):
     """One tensor of a safetensors file: `dtype` and `shape` are as on disk, and `offset` is the
-    position of its first byte in the file.
+    position of its first byte in the file. `file_bytes` is the size of the file when its header was
+    read.
 
     A quantized weight has scales, one for each `block` of (rows, columns): see `quantized`.
     """
@@ -53,6 +54,7 @@ class StoredTensor(NamedTuple):
     file: Path
     offset: int
     nbytes: int
+    file_bytes: int
     scale: "StoredTensor | None" = None
     block: tuple[int, ...] = ()
 
@@ -61,13 +63,17 @@ class StoredTensor(NamedTuple):
         """Return True for an MXFP4 weight, which has two values per byte; `shape` counts values."""
         return self.scale is not None and self.dtype == torch.uint8
 
-    def moved(self, files: Mapping[Path, Path]) -> "StoredTensor":
-        """Return the same tensor in other files, by the file where it is."""
-        scale = self.scale and self.scale.moved(files)
-        return self._replace(file=files[self.file], scale=scale)
+    def moved(self, folder: Path, to: Path) -> "StoredTensor":
+        """Return the same tensor in the copy of `folder` at `to`."""
+        scale = self.scale and self.scale.moved(folder, to)
+        return self._replace(file=to / self.file.relative_to(folder), scale=scale)
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+# The tensors of some files, by key.
+Stored = dict[str, StoredTensor]
+
+
+def read_header(path: Path) -> Stored:
     """Return the tensors of the safetensors file `path` by key, in file order. Reads only the
     header.
 
@@ -83,6 +89,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 pass
             (length,) = struct.unpack("<Q", file.read(8))
             table = parse_json(file.read(length).decode("utf-8"))
+            size = os.fstat(file.fileno()).st_size
         table.pop("__metadata__", None)
         for key, entry in table.items():
             if not isinstance(entry, dict) or entry["dtype"] not in DTYPES:
@@ -103,7 +110,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         begin, end = entry["data_offsets"]
         dtype = DTYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
-        found.append(StoredTensor(key, dtype, shape, path, 8 + length + begin, end - begin))
+        found.append(StoredTensor(key, dtype, shape, path, 8 + length + begin, end - begin, size))
     return {
         tensor.key: tensor
         for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes))
@@ -141,19 +148,9 @@ CERTIFICATE_FILE = f"{OWN_FOLDER}/certificate.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The tensors of some files, by key, and the size of every file when its header was read."""
-
-    tensors: dict[str, StoredTensor]
-    file_bytes: dict[Path, int]
-    # True if tensors in float32 are saved in float32 again: most bytes are in smaller dtypes
-    keeps_float32: bool = False
-
-
 def read_model_headers(folder: Path) -> Stored:
-    """Read the headers of the Hugging Face model in `folder`: model.safetensors, or the files that
-    the index names.
+    """Return the tensors of the Hugging Face model in `folder` by key, from the headers of
+    model.safetensors, or of the files that the index names.
 
     Raises CheckpointError: there is no model or only pickle files, a file is missing or damaged, or
     two files have the same key. Lists all problems.
@@ -192,13 +189,13 @@ def read_model_headers(folder: Path) -> Stored:
 def read_headers(
     paths: Iterable[Path], where: str, weight_map: Mapping[str, str] | None = None
 ) -> Stored:
-    """Read the headers of the files at `paths` together; `weight_map` says which keys should be in
-    which of them.
+    """Return the tensors of the files at `paths` by key, from the headers alone; `weight_map` says
+    which keys should be in which of them.
 
     Raises CheckpointError: a file is missing or damaged, or two files have the same key. Lists all
     problems.
     """
-    found = Stored({}, {})
+    found: Stored = {}
     problems: list[str] = []
     for file in paths:
         try:
@@ -209,15 +206,12 @@ def read_headers(
             of_index = f" {INDEX_FILE} says that it has {lost[0]}{more}." if lost else ""
             problems.append(str(error).removeprefix("checkpoint ") + of_index)
             continue
-        found.file_bytes[file] = max(
-            (tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0
-        )
-        for key, tensor in tensors.items():
-            if key in found.tensors:
-                problems.append(
-                    f"{shown(key)}: is in {found.tensors[key].file.name} and in {file.name}."
-                )
-            found.tensors[key] = tensor
+        problems += [
+            f"{shown(key)}: is in {found[key].file.name} and in {file.name}."
+            for key in tensors
+            if key in found
+        ]
+        found |= tensors
     raise_problems(CheckpointError, where, problems)
     return found
 

@@ -119,33 +119,21 @@ def weights_of(
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
     def read() -> tuple[Path, Stored]:
-        stored = read_model_headers(folder)
-        # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
-        # are; if the majority is, the whole folder is in float32.
-        tensors = stored.tensors.values()
-        wide_bytes = sum(tensor.nbytes for tensor in tensors if tensor.dtype in _WIDE)
-        keeps_float32 = 2 * wide_bytes < sum(tensor.nbytes for tensor in tensors)
         own = [*(folder / OWN_FOLDER).glob(SIDECAR_FILE)]
         if exact:
             own += sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))
-        if own:
-            extra = read_headers(own, f"checkpoint {folder}")
-            stored = Stored(stored.tensors | extra.tensors, stored.file_bytes | extra.file_bytes)
+        stored = read_model_headers(folder) | read_headers(own, f"checkpoint {folder}")
         has_config = (folder / "config.json").exists()
         hf_config = read_json(folder / "config.json", f"checkpoint {folder}") if has_config else {}
         quantization = find_quantization(hf_config)
         if problem := describe_unreadable(quantization):
             raise CheckpointError(f"checkpoint {folder}: config.json: {problem}")
         block = (quantization or {}).get("weight_block_size", (128, 128))
-        weights = attach_scales(stored.tensors, block and tuple(block))
-        return folder, Stored(weights, stored.file_bytes, keeps_float32)
+        return folder, attach_scales(stored, block and tuple(block))
 
-    place_of_first, stored = on_first_rank(read)
-    if place_of_first != folder:  # this machine's copy is in a different folder
-        here = {file: folder / file.relative_to(place_of_first) for file in stored.file_bytes}
-        tensors = {key: tensor.moved(here) for key, tensor in stored.tensors.items()}
-        file_bytes = {here[file]: size for file, size in stored.file_bytes.items()}
-        stored = replace(stored, tensors=tensors, file_bytes=file_bytes)
+    first, stored = on_first_rank(read)
+    if first != folder:  # this machine's copy is in a different folder
+        stored = {key: tensor.moved(first, folder) for key, tensor in stored.items()}
     warn_of_collapsed_bias(folder, stored)
     return stored
 
@@ -174,7 +162,12 @@ class StoredWeights:
         self.untied: Mapping[str, str] = {}
         self.absent_bias = False
         self._placed: dict[str, Sequence[Placed]] = {}
-        self.reader = SafetensorsReader(folder, self._placed, stored.file_bytes)
+        self.reader = SafetensorsReader(folder, self._placed)
+        # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
+        # are; if the majority is, the whole folder is in float32.
+        own = [tensor for key, tensor in stored.items() if not key.startswith(MASTER_PREFIX)]
+        wide_bytes = sum(tensor.nbytes for tensor in own if tensor.dtype in _WIDE)
+        self._has_few_wide = 2 * wide_bytes < sum(tensor.nbytes for tensor in own)
 
     def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
         """Return the source of a tensor that consists of the stored `parts`."""
@@ -186,7 +179,7 @@ class StoredWeights:
         `parts` are the full-precision copy that is stored in addition to the tensor.
         """
         wide = (part.key for part in parts if part.dtype in _WIDE)
-        return self.stored.keeps_float32 and any(not k.startswith(MASTER_PREFIX) for k in wide)
+        return self._has_few_wide and any(not k.startswith(MASTER_PREFIX) for k in wide)
 
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
@@ -194,11 +187,11 @@ class StoredWeights:
         """Divide the keys that are not `used` into passthrough tensors, which are recorded, and
         unexpected ones, which are returned with an error.
         """
-        self.passthrough = find_passthrough(self.stored.tensors, used, patterns)
+        self.passthrough = find_passthrough(self.stored, used, patterns)
         known = {*used, *self.passthrough}
         return [
             (shown(key), InvalidClaim(explain_unexpected(self.name)))
-            for key in self.stored.tensors
+            for key in self.stored
             if key not in known and not key.endswith(IGNORED_SUFFIXES)
         ]
 
@@ -211,16 +204,14 @@ class HFCheckpoint(StoredWeights):
         self._family = family_of(config)
         larger = self._family.larger
         super().__init__(folder, with_base_prefix(stored, larger.prefix if larger else BASE))
-        self.layout = find_layout(self.stored.tensors, self._family)
-        self._has_head = (
-            config.tie_word_embeddings or stored is self.stored or HEAD in self.stored.tensors
-        )
+        self.layout = find_layout(self.stored, self._family)
+        self._has_head = config.tie_word_embeddings or stored is self.stored or HEAD in self.stored
 
     def __call__(
         self, tensors: Mapping[str, TensorInfo]
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         claims: list[tuple[str, Source | InvalidClaim]] = []
-        stored = self.stored.tensors
+        stored = self.stored
         all_pieces = {
             name: self._pieces(name, info.shape)
             for name, info in tensors.items()
@@ -261,8 +252,8 @@ class HFCheckpoint(StoredWeights):
         by the same prefix.
         """
         keys = [piece[0].key for name, piece in pieces.items() if not is_adapter(name)]
-        has_most = 2 * len(self.stored.tensors.keys() & set(keys)) >= len(keys)
-        if not has_most and (problem := explain_names(self.stored.tensors, keys)):
+        has_most = 2 * len(self.stored.keys() & set(keys)) >= len(keys)
+        if not has_most and (problem := explain_names(self.stored, keys)):
             raise CheckpointError(f"{self.name}: {problem}")
 
     def find_untied(self) -> dict[str, str]:
@@ -270,20 +261,20 @@ class HFCheckpoint(StoredWeights):
         it is tied to.
         """
         keys = (HEAD, self.layout.key(EMBEDDING))
-        stored = self.stored.tensors
+        stored = self.stored
         if not self._config.tie_word_embeddings or not stored.keys() >= {*keys}:
             return {}
-        reader = SafetensorsReader.of_keys(self.folder, self.stored, keys)
+        reader = SafetensorsReader.of_tensors(self.folder, (stored[key] for key in keys))
         if is_equal(*(Read(reader, key, stored[key].shape) for key in keys)):
             return {}
         return {HEAD: explain_untied(self.name, EMBEDDING, TIE_FLAG, _OVERRIDE)}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Return the pieces in the model's own files. Experts may be fused there in any family."""
-        is_fused = self.layout.key(name) in self.stored.tensors
+        is_fused = self.layout.key(name) in self.stored
         layout = replace(self.layout, is_fused=is_fused)
         pieces = list(checkpoint_pieces(name, shape, self._config, layout))
-        stored = self.stored.tensors.get(pieces[0].key)
+        stored = self.stored.get(pieces[0].key)
         # MXFP4 is never transposed, unlike other fused experts
         return [whole(stored.key, shape)] if stored is not None and stored.is_packed else pieces
 

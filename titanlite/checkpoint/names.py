@@ -3,7 +3,6 @@ prefix before all keys, which is reported.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from titanlite.checkpoint.folder import Stored, shown
 from titanlite.checkpoint.pieces import BASE, EMBEDDING
@@ -20,16 +19,14 @@ def with_base_prefix(stored: Stored, larger_prefix: str = BASE) -> Stored:
     removes the prefix where that gives a name of the model.
     """
     embeddings = {prefix + EMBEDDING.removeprefix(BASE) for prefix in (BASE, larger_prefix)}
-    if embeddings.isdisjoint(stored.tensors) and not embeddings.isdisjoint(
-        BASE + key for key in stored.tensors
-    ):
-        names = {key: BASE + key for key in stored.tensors if not key.startswith(_OUTSIDE)}
-    elif BASE + EMBEDDING in stored.tensors:
-        names = {key: key.removeprefix(BASE) for key in stored.tensors}
+    if embeddings.isdisjoint(stored) and not embeddings.isdisjoint(BASE + key for key in stored):
+        names = {key: BASE + key for key in stored if not key.startswith(_OUTSIDE)}
+    elif BASE + EMBEDDING in stored:
+        names = {key: key.removeprefix(BASE) for key in stored}
     else:
         return stored
-    tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.tensors.items()]
-    return replace(stored, tensors={tensor.key: tensor for tensor in tensors})
+    tensors = [tensor._replace(key=names.get(key, key)) for key, tensor in stored.items()]
+    return {tensor.key: tensor for tensor in tensors}
 
 
 def explain_absent_head(where: str) -> str:

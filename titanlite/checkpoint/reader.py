@@ -25,7 +25,7 @@ from titanlite.base.log import logger
 from titanlite.base.process import count_threads
 from titanlite.base.text import format_size
 from titanlite.checkpoint import quantized
-from titanlite.checkpoint.folder import Stored, StoredTensor
+from titanlite.checkpoint.folder import StoredTensor
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.materialize import ReadRequest, Region, TensorReader
 from titanlite.materialize.layout import Encoding, write_rows
@@ -68,32 +68,26 @@ class SafetensorsReader:
     """A `TensorReader` over safetensors files; `name` is their folder, for messages.
 
     `tensors` maps run-time names to the stored tensors that they consist of. A file is refused if
-    its size differs from `file_bytes`, its size when the header was read.
+    its size differs from its size when the header was read.
     """
 
     def __init__(
-        self,
-        name: str,
-        tensors: Mapping[str, Sequence[Placed]],
-        file_bytes: Mapping[Path, int],
-        threads: int = 0,
+        self, name: str, tensors: Mapping[str, Sequence[Placed]], threads: int = 0
     ) -> None:
         self.name = name
         self.proves_coverage = True
         self._tensors = tensors
-        self._file_bytes = file_bytes
         self._threads = threads or count_threads()
 
     @classmethod
-    def of_keys(
-        cls, name: str, stored: Stored, keys: Iterable[str], threads: int = 0
+    def of_tensors(
+        cls, name: str, stored: Iterable[StoredTensor], threads: int = 0
     ) -> "SafetensorsReader":
-        """Return a reader of whole stored tensors; their names are their `keys` on disk."""
+        """Return a reader of whole stored tensors; their names are their keys on disk."""
         placed = {
-            key: [Placed(stored.tensors[key], whole(key, stored.tensors[key].shape))]
-            for key in keys
+            tensor.key: [Placed(tensor, whole(tensor.key, tensor.shape))] for tensor in stored
         }
-        return cls(name, placed, stored.file_bytes, threads)
+        return cls(name, placed, threads)
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
         """Write every requested region into its destination, cast to the destination's dtype.
@@ -102,16 +96,18 @@ class SafetensorsReader:
         read, or cannot be read.
         """
         nbytes = sum(request.destination.nbytes for request in requests)
-        with timed(f"reading {self.name}", nbytes, sum(self._file_bytes.values())):
+        stored = (part.stored for parts in self._tensors.values() for part in parts)
+        sizes = {tensor.file: tensor.file_bytes for tensor in stored}
+        with timed(f"reading {self.name}", nbytes, sum(sizes.values())):
             self.read_quietly(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
         """Read as `read` does, without a log line."""
         parts = [part for request in requests for part in self._parts(request)]
         parts.sort(key=lambda part: (str(part.stored.file), part.stored.offset, part.box.starts))
-        needed = {part.stored.file for part in parts}
-        needed.update(part.stored.scale.file for part in parts if part.stored.scale is not None)
-        with opened(self._file_bytes, needed) as files:
+        needed = [part.stored for part in parts]
+        needed += [tensor.scale for tensor in needed if tensor.scale is not None]
+        with opened(needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
 
     def read_whole(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
@@ -160,23 +156,24 @@ def read_region(
 
 
 @contextmanager
-def opened(file_bytes: Mapping[Path, int], files: Iterable[Path]) -> Generator[Mapping[Path, int]]:
-    """Open `files`, for all threads, and yield their descriptors.
+def opened(tensors: Iterable[StoredTensor]) -> Generator[Mapping[Path, int]]:
+    """Open the files of `tensors`, for all threads, and yield their descriptors.
 
-    Raises CheckpointError: a file cannot be opened, or its size differs from `file_bytes`.
+    Raises CheckpointError: a file cannot be opened, or its size changed since its header was read.
     """
     descriptors: dict[Path, int] = {}
+    sizes = {tensor.file: tensor.file_bytes for tensor in tensors}
     with ExitStack() as stack:
-        for file in files:
+        for file, file_bytes in sizes.items():
             try:
                 descriptors[file] = stack.enter_context(open(file, "rb", buffering=0)).fileno()
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint {file}: cannot be opened: {error.strerror}."
                 ) from None
-            if (size := os.fstat(descriptors[file]).st_size) != file_bytes[file]:
+            if (size := os.fstat(descriptors[file]).st_size) != file_bytes:
                 raise CheckpointError(
-                    f"checkpoint {file}: has {size} bytes, but had {file_bytes[file]} when its "
+                    f"checkpoint {file}: has {size} bytes, but had {file_bytes} when its "
                     "header was read. Something is changing it, or this machine sees another copy."
                 )
         yield descriptors

@@ -58,7 +58,7 @@ def untie(
 
 def _has_head(folder: Path) -> bool:
     try:
-        return any(key.endswith(HEAD) for key in read_model_headers(folder).tensors)
+        return any(key.endswith(HEAD) for key in read_model_headers(folder))
     except CheckpointError:
         return False  # the later read of the weights reports it
 

@@ -12,7 +12,7 @@ import torch
 
 from titanlite.base.agree import gather_objects, on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
-from titanlite.checkpoint.folder import OWN_FOLDER, StoredTensor, read_headers, read_json
+from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json
 from titanlite.checkpoint.reader import SafetensorsReader
 from titanlite.checkpoint.writer import FileLayout, lay_out_tensors
 from titanlite.materialize import Plan, Read, TensorEntry
@@ -126,10 +126,10 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
     files = sorted((folder / OWN_FOLDER).glob("optimizer*.safetensors"))
     stored = on_first_rank(lambda: read_headers(files, where))
     what = f"optimizer states of {folder}"
-    reader = SafetensorsReader.of_keys(what, stored, stored.tensors)
+    reader = SafetensorsReader.of_tensors(what, stored.values())
     reads: list[tuple[torch.Tensor, Read]] = []
-    for param, name, key in _match(where, stored.tensors, plan, optimizer):
-        tensor = stored.tensors[key]
+    for param, name, key in _match(where, stored, plan, optimizer):
+        tensor = stored[key]
         value = _empty_state(param, name, optimizer, tensor.dtype)
         if not is_remote(param):
             optimizer.state[param][name] = value
@@ -138,7 +138,7 @@ def load_state(folder: Path, plan: Plan, optimizer: torch.optim.Optimizer) -> No
 
 
 def _match(
-    where: str, states: Mapping[str, StoredTensor], plan: Plan, optimizer: torch.optim.Optimizer
+    where: str, states: Stored, plan: Plan, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[torch.Tensor, str, str]]:
     """Yield (parameter, state name, key) of every stored state, in the order of the model, the same
     on all ranks.

@@ -100,10 +100,9 @@ class CarriedTensors:
         self._name = source.name
         self._config = config
         self._dtype = dtype
-        tensors: Mapping[str, StoredTensor] = source.stored.tensors
+        tensors: Stored = source.stored
         is_part = isinstance(config, ModelConfig) and source.layout.prefix != BASE
         self._larger = Path(source.folder) if is_part else None  # folder of the larger model
-        self._file_bytes: dict[Path, int] = dict(source.stored.file_bytes)
         carried = [part for key in source.passthrough for part in detach_scales(tensors[key])]
         self._stored = {tensor.key: tensor for tensor in carried}
         raise_problems(
@@ -188,18 +187,22 @@ class CarriedTensors:
 
     def follow(self, folder: Path, files: Sequence[FileLayout]) -> None:
         """Read the tensors from the checkpoint in `folder`, which has `files`, from now on."""
-        places = {
+        self._stored = {
             item.key: StoredTensor(
-                item.key, item.dtype, item.piece.shape, folder / file.name, start, item.nbytes
+                item.key,
+                item.dtype,
+                item.piece.shape,
+                folder / file.name,
+                start,
+                item.nbytes,
+                file.nbytes,
             )
             for file in files
             for item, start in file.items
             if item.key in self._stored
         }
-        self._file_bytes = {folder / file.name: file.nbytes for file in files}
-        self._stored = places
 
-    def _find_copies(self, tensors: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    def _find_copies(self, tensors: Stored) -> dict[str, list[str]]:
         """Find the tensors with names of token tables (embedding or head): layers for multi-token
         prediction have copies of these tables.
         """
@@ -227,8 +230,7 @@ class CarriedTensors:
         loads = [0] * world_size
         originals = self.originals(saved)
         items = list[Item]()
-        stored = Stored(self._stored, self._file_bytes)
-        reader = SafetensorsReader.of_keys(self._name, stored, self._stored, threads=1)
+        reader = SafetensorsReader.of_tensors(self._name, self._stored.values(), threads=1)
         for key, tensor in self._stored.items():
             if key in originals:
                 original = saved[originals[key]]

@@ -60,7 +60,7 @@ def test_links_into_a_cache_of_blobs(tmp_path):
     for name, blob in {FIRST: "aa11", SECOND: "bb22", INDEX_FILE: INDEX_FILE}.items():
         (folder / name).symlink_to(Path("../../blobs") / blob)
     stored = read_model_headers(folder)
-    assert {key: tensor.file for key, tensor in stored.tensors.items()} == {
+    assert {key: tensor.file for key, tensor in stored.items()} == {
         "a": folder / FIRST,
         "b": folder / FIRST,
         "c": folder / SECOND,
@@ -68,9 +68,9 @@ def test_links_into_a_cache_of_blobs(tmp_path):
     single = tmp_path / "single"
     single.mkdir()
     (single / SINGLE_FILE).symlink_to("../blobs/bb22")
-    assert list(read_model_headers(single).tensors) == ["c"]
+    assert list(read_model_headers(single)) == ["c"]
     (tmp_path / "link").symlink_to("single")
-    assert list(read_model_headers(tmp_path / "link").tensors) == ["c"]
+    assert list(read_model_headers(tmp_path / "link")) == ["c"]
 
 
 def test_other_files_are_not_looked_at(sharded, monkeypatch):
@@ -78,11 +78,9 @@ def test_other_files_are_not_looked_at(sharded, monkeypatch):
     (sharded / "pytorch_model.bin").write_bytes(b"other")
     _save(sharded / "titanlite" / "expert_bias.safetensors", "d")
     monkeypatch.chdir(sharded)
-    assert read_model_headers(Path(".")).tensors.keys() == {"a", "b", "c"}
+    assert read_model_headers(Path(".")).keys() == {"a", "b", "c"}
     _save(sharded / SINGLE_FILE, "d")
-    assert read_model_headers(sharded).tensors.keys() == {"d"}, (
-        "a single file comes before the index"
-    )
+    assert read_model_headers(sharded).keys() == {"d"}, "a single file comes before the index"
 
 
 def test_names_of_files_may_be_unusual(tmp_path):
@@ -90,9 +88,7 @@ def test_names_of_files_may_be_unusual(tmp_path):
     for i, name in enumerate(names):
         _save(tmp_path / name, f"key.{i}")
     _save_index(tmp_path, {f"key.{i}": name for i, name in enumerate(names)})
-    assert {tensor.file.name for tensor in read_model_headers(tmp_path).tensors.values()} == set(
-        names
-    )
+    assert {tensor.file.name for tensor in read_model_headers(tmp_path).values()} == set(names)
 
 
 # ---- no model ----
@@ -217,8 +213,7 @@ def test_not_more_problems_than_one_reads(sharded):
 
 
 def test_read_headers_collects_problems(tmp_path):
-    stored = read_headers([], "checkpoint x")
-    assert (stored.tensors, stored.file_bytes) == ({}, {})
+    assert read_headers([], "checkpoint x") == {}
     for i, keys in enumerate([("a", "b"), ("b", "c"), ("b",)]):
         _save(tmp_path / f"{i}.safetensors", *keys)
     (tmp_path / "3.safetensors").write_bytes(b"")

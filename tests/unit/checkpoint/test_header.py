@@ -66,7 +66,7 @@ def _check(path, tensors):
         found = stored[key]
         payload = bits(tensor).numpy().tobytes()
         assert found == StoredTensor(
-            key, tensor.dtype, tuple(tensor.shape), path, found.offset, len(payload)
+            key, tensor.dtype, tuple(tensor.shape), path, found.offset, len(payload), len(raw)
         )
         assert raw[found.offset : found.offset + found.nbytes] == payload
     assert list(stored.values()) == sorted(stored.values(), key=lambda one: one.offset)

@@ -36,9 +36,7 @@ def open_reader(paths, threads=0):
     placed = {
         key: [Placed(tensor, pieces.whole(key, tensor.shape))] for key, tensor in stored.items()
     }
-    return SafetensorsReader(
-        "here", placed, {path: path.stat().st_size for path in paths}, threads
-    ), stored
+    return SafetensorsReader("here", placed, threads), stored
 
 
 def empty(shape, dtype):

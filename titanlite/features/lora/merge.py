@@ -107,7 +107,7 @@ class _Corrections:
             adapters[b] = replace(info, shape=(*experts, rows, config.rank))
         stored = _with_prefix(stored, model)
         is_stored = {
-            name: adapter_place(name, info.shape, adapters, model).key in stored.tensors
+            name: adapter_place(name, info.shape, adapters, model).key in stored
             for name, info in adapters.items()
         }
         self._pairs = {
@@ -156,11 +156,11 @@ def _with_prefix(stored: Stored, model: Model) -> Stored:
     """
     layout = layout_of(model)
     tensors = {}
-    for key, tensor in stored.tensors.items():
+    for key, tensor in stored.items():
         inner = key.removeprefix(PREFIX)
         is_whole = inner.startswith(layout.prefix)
         tensors[key if is_whole else PREFIX + layout.key(inner)] = tensor
-    return Stored(tensors, stored.file_bytes)
+    return tensors
 
 
 class _MergingReader:

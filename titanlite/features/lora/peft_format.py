@@ -260,12 +260,12 @@ class AdapterCheckpoint:
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         adapters = {name: info for name, info in tensors.items() if is_adapter(name)}
         placed: dict[str, Sequence[Placed]] = {}
-        reader = _AdapterReader(self._folder, placed, self._stored.file_bytes)
-        left = dict.fromkeys(self._stored.tensors)
+        reader = _AdapterReader(self._folder, placed)
+        left = dict.fromkeys(self._stored)
         for name, info in adapters.items():
             stored = adapter_place(name, info.shape, adapters, self._model)
             left.pop(stored.key, None)
-            tensor = self._stored.tensors.get(stored.key)
+            tensor = self._stored.get(stored.key)
             if tensor is None:
                 reason = f"missing, {self.name} does not have {stored.key}."
                 yield name, InvalidClaim(f"{reason} {_CHANGED}")
@@ -288,9 +288,9 @@ class _AdapterReader(SafetensorsReader):
     """A reader of adapters, whose stored tensors may have a different order of dims."""
 
     def __init__(
-        self, name: str, tensors: Mapping[str, Sequence[Placed]], file_bytes: Mapping[Path, int]
+        self, name: str, tensors: Mapping[str, Sequence[Placed]]
     ) -> None:
-        super().__init__(name, tensors, file_bytes)
+        super().__init__(name, tensors)
         self.places: dict[str, AdapterPlace] = {}
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:

@@ -238,10 +238,10 @@ def show_folder(folder: Path, *, checksums: bool, every: bool) -> bool:
 
 def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
     own_files = sorted((folder / OWN_FOLDER).glob("*.safetensors"))
-    own = read_headers(own_files, f"checkpoint {folder}") if own_files else Stored({}, {})
+    own = read_headers(own_files, f"checkpoint {folder}")
     if (folder / ADAPTER_FILE).exists() and not list(folder.glob("model*.safetensors*")):
         model, adapter = read_adapter(folder)
-        size = format_size(sum(tensor.nbytes for tensor in model.tensors.values()))
+        size = format_size(sum(tensor.nbytes for tensor in model.values()))
         scaled = f"scaled by {adapter.scaling:g}, {size}, of {shown(adapter.base)}"
         lines = [f"  adapter    LoRA of rank {adapter.rank}, {scaled}"]
     else:
@@ -255,7 +255,7 @@ def _describe(folder: Path) -> tuple[list[str], list[StoredTensor]]:
         ranks = format_count(progress.world_size, "rank")
         state = f"step {progress.step}, {progress.samples} samples, {ranks}, {versions}"
         lines += [f"  training   {state}", f"  data       {shown(progress.data)}"]
-    return lines, [*model.tensors.values(), *own.tensors.values()]
+    return lines, [*model.values(), *own.values()]
 
 
 def _describe_model(folder: Path, model: Stored) -> str:
@@ -264,12 +264,12 @@ def _describe_model(folder: Path, model: Stored) -> str:
     except CheckpointError:
         there = (folder / "config.json").exists()
         config = {"model_type": "config.json cannot be read" if there else "no config.json"}
-    weights = attach_scales(model.tensors, None).values()
+    weights = attach_scales(model, None).values()
     numel = sum(math.prod(tensor.shape) for tensor in weights)
     dtypes = ", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in weights}))
-    size = sum(tensor.nbytes for tensor in model.tensors.values())
+    size = sum(tensor.nbytes for tensor in model.values())
     name = shown(config.get("model_type", "no model_type"))
-    files = format_count(len(model.file_bytes), "file")
+    files = format_count(len({tensor.file for tensor in model.values()}), "file")
     return f"{name}, {numel / 1e6:,.1f} M parameters, {dtypes}, {format_size(size)} in {files}"
 
 

@@ -62,7 +62,7 @@ class TransformersCheckpoint(StoredWeights):
         self._claims: dict[str, Source | InvalidClaim] = {}
         self._whole: dict[str, Group] = {}
         self._converting = ConvertingReader(folder, stored, self._whole)
-        keys = [key for key in stored.tensors if not key.startswith(MASTER_PREFIX)]
+        keys = [key for key in stored if not key.startswith(MASTER_PREFIX)]
         groups, unexpected = loading_groups(keys, model)
         for group in groups:
             self._claim(group)
@@ -73,7 +73,7 @@ class TransformersCheckpoint(StoredWeights):
     ) -> Iterable[tuple[str, Source | InvalidClaim]]:
         used = set(self._used)
         for name in tensors:
-            master = self.stored.tensors.get(MASTER_PREFIX + name)
+            master = self.stored.get(MASTER_PREFIX + name)
             if master is not None:  # the model's own files have it too, in a smaller dtype
                 used.add(master.key)
                 parts = [Placed(master, whole(name, master.shape))]
@@ -95,7 +95,7 @@ class TransformersCheckpoint(StoredWeights):
         return found
 
     def _claim(self, group: Group) -> None:
-        stored = [self.stored.tensors[key] for key in group.keys]
+        stored = [self.stored[key] for key in group.keys]
         first = stored[0]
         try:
             for tensor in stored:
@@ -109,7 +109,7 @@ class TransformersCheckpoint(StoredWeights):
                     group.first, region.lengths, [Placed(first, piece)]
                 )
                 return
-            found = group.convert(lambda key: Traced.source(key, self.stored.tensors[key].shape))
+            found = group.convert(lambda key: Traced.source(key, self.stored[key].shape))
         except ValueError as error:
             self._claims[group.first] = InvalidClaim(f"{self.name}: {error}.")
             return
@@ -126,7 +126,7 @@ class TransformersCheckpoint(StoredWeights):
         """Return the places of `parts` in the files; empty if they cannot be read by themselves."""
         placed = []
         for part in parts:
-            stored = self.stored.tensors[part.key]
+            stored = self.stored[part.key]
             source = Region(part.source_starts, part.source_lengths)
             row = 0
             if stored.scale is None:
@@ -181,16 +181,14 @@ class TransformersCheckpoint(StoredWeights):
                 self._claims[name] = declared[name]
             else:
                 absent.append(name)
-        if 2 * len(absent) > len(own) and (problem := explain_names(self.stored.tensors, own)):
+        if 2 * len(absent) > len(own) and (problem := explain_names(self.stored, own)):
             raise CheckpointError(f"{self.name}: {problem}")
         biases = [name for name in absent if is_bias(name)]
         self._claims |= {name: declared[name] for name in biases if name in declared}
         problems = judge_absent_biases(
             self.name, biases, sum(map(is_bias, own)), allowed=self.absent_bias
         )
-        if base != "." and not any(
-            name.startswith(base) for name in [*absent, *self.stored.tensors]
-        ):
+        if base != "." and not any(name.startswith(base) for name in [*absent, *self.stored]):
             problems += [(name, InvalidClaim(explain_absent_head(self.name))) for name in absent]
         return problems
 

@@ -342,6 +342,6 @@ class ConvertingReader:
 
     def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Read `keys` in the dtypes of the files; FP8 is dequantized to `dtype`."""
-        reader = SafetensorsReader.of_keys(self.name, self.stored, keys)
-        dtypes = {key: self.stored.tensors[key].dtype for key in keys}
+        reader = SafetensorsReader.of_tensors(self.name, (self.stored[key] for key in keys))
+        dtypes = {key: self.stored[key].dtype for key in keys}
         return reader.read_whole({k: dtype if d in FP8 else d for k, d in dtypes.items()})

@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,7 @@ def digest_base(folder: Path, group: dist.ProcessGroup | None = None) -> dict[st
     with together(group):
         stored = read_model_headers(folder)
         rank, ranks = get_rank_and_size()
-        mine = dict([*stored.tensors.items()][rank::ranks])
-        found = spell_all(scan(replace(stored, tensors=mine)))
+        found = spell_all(scan(dict([*stored.items()][rank::ranks])))
     parts = gather_objects(found, group)
     return dict(sorted(item for part in parts for item in part.items()))
 

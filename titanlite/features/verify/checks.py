@@ -65,7 +65,7 @@ def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -
         frozen: pattern of the keys that training should not have changed.
     """
     report = Report(str(folder))
-    origin = Stored({}, {})
+    origin: Stored = {}
     try:
         certificate = read_certificate(folder)
         known = certificate.get("base", {})
@@ -77,7 +77,6 @@ def verify_folder(folder: Path, base: Path | None = None, *, frozen: str = "") -
         if base is not None and (known or "peft_type" not in config):
             origin = read_model_headers(base)
         before = scan(origin)
-        stored.file_bytes.update(origin.file_bytes)
         tensors = scan(stored, before)
     except CheckpointError as error:
         report.problems += [line.strip() for line in str(error).splitlines()]
@@ -107,11 +106,11 @@ def _read(folder: Path, report: Report) -> Stored:
     stored = read_model_headers(folder)
     if (folder / INDEX_FILE).exists():
         index = read_json(folder / INDEX_FILE, str(folder))["weight_map"]
-        files = {key: tensor.file.name for key, tensor in stored.tensors.items()}
+        files = {key: tensor.file.name for key, tensor in stored.items()}
         stale = [key for key, _ in index.items() ^ files.items()]
         report.blame(stale, f"{INDEX_FILE} is stale: it and the files differ. Write it anew.")
     own = read_headers((folder / OWN_FOLDER).glob(SIDECAR_FILE), str(folder))
-    return Stored(stored.tensors | own.tensors, stored.file_bytes | own.file_bytes)
+    return stored | own
 
 
 def _check(tensors: Sequence[Look], config: Mapping[str, Any], report: Report) -> None:

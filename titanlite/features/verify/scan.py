@@ -6,7 +6,7 @@ is in the cache.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,18 @@ class Look:
         return self.entry.get("state") in ("frozen", "carried")
 
 
-def scan(stored: Stored, base: Iterable[Look] = ()) -> list[Look]:
+def scan(stored: Stored, base: Sequence[Look] = ()) -> list[Look]:
     """Read every tensor of `stored` once, and samples of the tensors of `base` with the same key
-    and shape, whose files are in `stored.file_bytes` too. Experts that are stored in one tensor
-    have separate facts.
+    and shape. Experts that are stored in one tensor have separate facts.
 
     Raises CheckpointError: a file cannot be read, or does not match its header.
     """
-    looks = [look for tensor in stored.tensors.values() for look in _looks(tensor)]
+    looks = [look for tensor in stored.values() for look in _looks(tensor)]
     origin = {_kind_of(look): look for look in base}
     for look in looks:
         look.base = origin.get(_kind_of(look))
     todo = iter(looks)
-    with opened(stored.file_bytes, stored.file_bytes) as handles:
+    with opened([*stored.values(), *(look.stored for look in base)]) as handles:
 
         def work() -> None:
             # new memory for each block would cost more than what is computed from it
