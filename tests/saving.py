@@ -38,7 +38,7 @@ def save_hf_model(
     Raises CheckpointError on all ranks: transformers refuses the configuration, or a rank could not
     write.
 
-    Collectives: five small ones; every rank must call, and all ranks must see the same file system.
+    Collectives: four small ones; every rank must call, and all ranks must see the same file system.
     """
     rest = {}
 

@@ -14,14 +14,14 @@ import secrets
 import shutil
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, is_lost_peer, on_first_rank, together
+from titanlite.base.agree import is_lost_peer, on_first_rank, together
 from titanlite.base.errors import CheckpointError, TitanliteError, TransientError
 from titanlite.base.files import check_regular, is_full, open_regular, sync
 from titanlite.base.log import logger
@@ -38,7 +38,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HIDDEN = re.compile(r"\.(step-\d+)\.[^.]+\.(tmp|old|gone)")
 _CHUNK = 8 << 20
 # Makes more files (content by name) from the model's items and the digest of each item, by key.
-Certify = Callable[[Sequence[Item], Mapping[str, int]], Mapping[str, bytes]]
+Certify = Callable[[Sequence[Item], Mapping[Hashable, int]], Mapping[str, bytes]]
 
 
 def commit_folder(
@@ -57,7 +57,7 @@ def commit_folder(
     Raises CheckpointError, on all ranks of `group`: a rank could not write. An older `folder` is
     untouched.
 
-    Collectives: five small ones over `group`; every rank must call, and all must see the same file
+    Collectives: four small ones over `group`; every rank must call, and all must see the same file
     system.
     """
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
@@ -67,17 +67,16 @@ def commit_folder(
             if on_first:
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
-        sums: dict[str, tuple[int, int]] = {}
-        digests = {item.key: 0 for item in _certified(files)} if certify else {}
+        sums: dict[Hashable, int] = {}
+        digested = [item.key for item in _certified(files)] if certify else []
         with together(group), saving(folder):
-            sums = write_items(temporary, files, f"writing {folder}", digests)
-        sums_of_ranks = gather_objects(sums, group)
-        digests = dict(zip(digests, add_up(digests.values(), group), strict=True))
+            sums = write_items(temporary, files, f"writing {folder}", digested)
+        sums = add_up(sums, group)
         with together(group), saving(folder):
             if on_first:
                 if certify is not None:
-                    rest = {**rest, **certify(_certified(files), digests)}
-                _complete(temporary, files, rest, sums_of_ranks)
+                    rest = {**rest, **certify(_certified(files), sums)}
+                _complete(temporary, files, rest, sums)
                 _appear(temporary, folder)
     except CheckpointError:
         if on_first:
@@ -95,10 +94,10 @@ def _complete(
     temporary: Path,
     files: Sequence[FileLayout],
     rest: Mapping[str, bytes],
-    sums_of_ranks: Sequence[Mapping[str, tuple[int, int]]],
+    sums: Mapping[Hashable, int],
 ) -> None:
     """Write the files without tensors and the manifest, and flush the whole folder to the disk."""
-    entries = {file.name: _entry(file.nbytes, checksum(file, sums_of_ranks)) for file in files}
+    entries = {file.name: _entry(file.nbytes, checksum(file, sums)) for file in files}
     for name, content in rest.items():
         path = temporary / name
         path.parent.mkdir(parents=True, exist_ok=True)

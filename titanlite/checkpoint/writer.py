@@ -7,7 +7,8 @@ time.
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -31,7 +32,7 @@ from titanlite.materialize.digest import bytes_in, digest
 
 FILE_BYTES = 4 * 1024**3
 _ADLER_BASE = 65521
-_Sums = tuple[int, int]
+_ADLER_SUMS = ("bytes", "places")
 _Identity = tuple[int, torch.dtype, torch.Size]
 _Copies = dict[_Identity, torch.Tensor]
 
@@ -142,16 +143,15 @@ def create_files(folder: Path, files: Iterable[FileLayout]) -> None:
 
 
 def write_items(
-    folder: Path, files: Sequence[FileLayout], text: str, digests: dict[str, int] | None = None
-) -> dict[str, _Sums]:
-    """Write this rank's items in place and flush them to the disk; return this rank's part of each
-    file's `checksum`.
+    folder: Path, files: Sequence[FileLayout], text: str, digested: Iterable[str] = ()
+) -> dict[Hashable, int]:
+    """Write this rank's items in place and flush them to the disk; return this rank's summands of
+    each file's `checksum`, and of the digests of the items with keys in `digested`.
 
-    `text` begins the log line. `digests` maps keys of items to digests: this rank's summands of
-    these items are added to it.
+    `text` begins the log line. The summands have the same keys on all ranks, in the same order.
     """
-    sums_of_files: dict[str, _Sums] = {}
-    digests = {} if digests is None else digests
+    of_files = [(file.name, which) for file in files for which in _ADLER_SUMS]
+    sums: Counter[Hashable] = Counter(dict.fromkeys([*digested, *of_files], 0))
     mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
     rank, world_size = get_rank_and_size()
     first = rank * len(files) // world_size
@@ -170,18 +170,14 @@ def write_items(
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
                 jobs = (
-                    partial(_write, descriptor, file.nbytes, *part, part[0].key in digests)
-                    for part in parts
+                    partial(_write, descriptor, file, *part, part[0].key in sums) for part in parts
                 )
-                done = run_jobs(jobs, count_threads())
-                sums_of_files[file.name] = _add(sums for sums, _ in done)
-                for (item, _, _), (_, summand) in zip(parts, done, strict=True):
-                    if item.key in digests:
-                        digests[item.key] += summand
+                for summands in run_jobs(jobs, count_threads()):
+                    sums.update(summands)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-    return sums_of_files
+    return sums
 
 
 def _boxes(item: Item) -> Iterator[Region]:
@@ -198,9 +194,9 @@ def _boxes(item: Item) -> Iterator[Region]:
 
 @torch.no_grad()
 def _write(
-    descriptor: int, file_bytes: int, item: Item, base: int, box: Region, has_digest: bool
-) -> tuple[_Sums, int]:
-    """Write one part of an item; return its part of the file's checksum and of its digest."""
+    descriptor: int, file: FileLayout, item: Item, base: int, box: Region, has_digest: bool
+) -> dict[Hashable, int]:
+    """Write one part of an item; return its summands, as `write_items` does."""
     if item.read is not None:
         values = item.read(box)
     else:  # cast on the shard's device
@@ -210,47 +206,39 @@ def _write(
         values = values.mT
     memory = bytes_in(values.contiguous())
     size = item.dtype.itemsize
-    sums = [(0, 0)]
-    summand = 0
+    sums: Counter[Hashable] = Counter()
     for first, length in item.piece.runs(box):
-        nbytes = length * size
+        run = memory[: length * size]
+        memory = memory[length * size :]
         if has_digest:
-            summand += digest(memory[:nbytes], first * size)
-        view = bytes_of(memory[:nbytes])
-        memory = memory[nbytes:]
-        end = base + first * size + nbytes
-        sums.append(_sums(view, file_bytes - end))
+            sums[item.key] += digest(run, first * size)
+        view = bytes_of(run)
+        end = base + first * size + len(view)
+        sums.update(_adler_sums(file, view, end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
-    return _add(sums), summand
+    return sums
 
 
-def checksum(file: FileLayout, sums_of_ranks: Iterable[Mapping[str, _Sums]]) -> str:
-    """Return the Adler-32 of a file in hex; `sums_of_ranks` are the ranks' parts of it.
+def checksum(file: FileLayout, sums: Mapping[Hashable, int]) -> str:
+    """Return the Adler-32 of a file in hex, from the sums over all ranks.
 
     The two sums of Adler-32, of the bytes and of the bytes times their distances from the end, can
     be added up in any order.
     """
-    header = _sums(memoryview(file.header), file.nbytes - len(file.header))
-    first, second = _add(
-        [
-            (1, file.nbytes),
-            header,
-            *(sums[file.name] for sums in sums_of_ranks if file.name in sums),
-        ]
-    )
-    return f"{second % _ADLER_BASE << 16 | first % _ADLER_BASE:08x}"
+    header = _adler_sums(file, memoryview(file.header), len(file.header))
+    plain, weighted = (header[key] + sums[key] for key in header)
+    first = (1 + plain) % _ADLER_BASE
+    second = (file.nbytes + weighted) % _ADLER_BASE
+    return f"{second << 16 | first:08x}"
 
 
-def _sums(view: memoryview, bytes_after: int) -> _Sums:
+def _adler_sums(file: FileLayout, view: memoryview, end: int) -> dict[Hashable, int]:
+    """Return the summands of a part of `file`, the bytes before `end`."""
     value = zlib.adler32(view, 0)
-    first = value & 0xFFFF
-    return first, (value >> 16) + bytes_after * first
-
-
-def _add(sums: Iterable[_Sums]) -> _Sums:
-    first, second = map(sum, zip(*sums, strict=True))
-    return first, second
+    plain = value & 0xFFFF
+    weighted = (value >> 16) + (file.nbytes - end) * plain
+    return {(file.name, "bytes"): plain, (file.name, "places"): weighted % _ADLER_BASE}
 
 
 def snapshot(

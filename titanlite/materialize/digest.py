@@ -9,7 +9,7 @@ words apart, with d odd, their difference (below 2**32) is multiplied by an odd 
 + 2). A swap of rows or tensors leaves the digest unchanged with a probability of about 2**-32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Mapping
 from functools import cache
 from typing import Any
 
@@ -60,12 +60,14 @@ def digest(memory: torch.Tensor, first: int = 0) -> int:
     return sum(int(x) * shift(at + i * _WORDS) for i, x in enumerate(sums)) % MODULUS
 
 
-def add_up(parts: Iterable[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """Add up the summands of all ranks.
+def add_up(
+    parts: Mapping[Hashable, int], group: dist.ProcessGroup | None = None
+) -> dict[Hashable, int]:
+    """Add up the summands of all ranks, which have the same keys in the same order.
 
     Collectives: one all-reduce over `group`, on the host, if there is one; every rank must call.
     """
-    sums = np.array([part % MODULUS for part in parts], dtype=np.uint64)
+    sums = np.array([part % MODULUS for part in parts.values()], dtype=np.uint64)
     if dist.is_initialized():
         dist.all_reduce(torch.from_numpy(sums.view(np.int64)), group=group)  # in place, wraps
-    return sums.tolist()
+    return dict(zip(parts, sums.tolist(), strict=True))

@@ -1,6 +1,6 @@
 """The certificates of a run: one in every checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def certify_checkpoints(parts: Parts) -> None:
             if dist.get_rank() == 0:
                 logger.warning("certificate: without digests of the base: %s", error)
 
-        def make(items: Sequence[Item], digests: Mapping[str, int]) -> dict[str, bytes]:
+        def make(items: Sequence[Item], digests: Mapping[Hashable, int]) -> dict[str, bytes]:
             done = stepper.first
             first = known.get("first_step")
             if done is not None and run.first_step == 0:
