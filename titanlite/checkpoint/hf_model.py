@@ -438,8 +438,8 @@ def index_of(files: Sequence[FileLayout]) -> dict[str, bytes]:
     models = [file for file in files if file.is_of_model]
     if len(models) < 2:
         return {}
-    places = sorted((item.key, file.name) for file in models for item, _ in file.items)
-    size = sum(item.nbytes for file in models for item, _ in file.items)
+    places = sorted((item.key, file.name) for file in models for item in file.items)
+    size = sum(item.nbytes for file in models for item in file.items)
     index = {"metadata": {"total_size": size}, "weight_map": dict(places)}
     return {INDEX_FILE: (json.dumps(index, indent=2) + "\n").encode()}
 

@@ -9,10 +9,10 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,7 @@ _Identity = tuple[int, torch.dtype, torch.Size]
 _Copies = dict[_Identity, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A piece of a tensor to save in `dtype`, and this rank's shard of the run-time tensor. Items
     of one key follow one another, in the order of their rows.
 
@@ -54,6 +53,7 @@ class Item:
     is_owner: bool  # True if this rank writes the shard, of all ranks that hold it
     name: str = ""  # name of the run-time tensor, if it belongs to the model
     read: Callable[[Region], torch.Tensor] | None = None
+    offset: int = 0  # of its stored tensor in the file that `lay_out` chose
 
     @property
     def key(self) -> str:
@@ -64,13 +64,12 @@ class Item:
         return self.piece.region.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class FileLayout:
-    """One file: its header, and every item with the position of its tensor in the file."""
+class FileLayout(NamedTuple):
+    """One file: its header, and the items in it."""
 
     name: str
     header: bytes
-    items: tuple[tuple[Item, int], ...]
+    items: tuple[Item, ...]
     nbytes: int
 
     @property
@@ -104,7 +103,7 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
         header = encode_header(
             (item.key, item.dtype, item.piece.shape, starts[item.key]) for item in held
         )
-        placed = tuple((item, len(header) + starts[item.key]) for item in held)
+        placed = tuple(item._replace(offset=len(header) + starts[item.key]) for item in held)
         number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
         files.append(
             FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes)
@@ -152,17 +151,12 @@ def write_items(
     """
     of_files = [(file.name, which) for file in files for which in _ADLER_SUMS]
     sums: Counter[Hashable] = Counter(dict.fromkeys([*digested, *of_files], 0))
-    mine = sum(item.nbytes for file in files for item, _ in file.items if item.is_owner)
+    mine = sum(item.nbytes for file in files for item in file.items if item.is_owner)
     rank, world_size = get_rank_and_size()
     first = rank * len(files) // world_size
     with timed(text, mine, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # ranks begin with different files
-            parts = [
-                (item, base, box)
-                for item, base in file.items
-                if item.is_owner
-                for box in _boxes(item)
-            ]
+            parts = [(item, box) for item in file.items if item.is_owner for box in _boxes(item)]
             if not parts:
                 continue
             # Not O_RDWR: NFS would read the rest of a page and write it back, over bytes that
@@ -170,7 +164,8 @@ def write_items(
             descriptor = os.open(folder / file.name, os.O_WRONLY)
             try:
                 jobs = (
-                    partial(_write, descriptor, file, *part, part[0].key in sums) for part in parts
+                    partial(_write, descriptor, file, item, box, item.key in sums)
+                    for item, box in parts
                 )
                 for summands in run_jobs(jobs, count_threads()):
                     sums.update(summands)
@@ -194,7 +189,7 @@ def _boxes(item: Item) -> Iterator[Region]:
 
 @torch.no_grad()
 def _write(
-    descriptor: int, file: FileLayout, item: Item, base: int, box: Region, has_digest: bool
+    descriptor: int, file: FileLayout, item: Item, box: Region, has_digest: bool
 ) -> dict[Hashable, int]:
     """Write one part of an item; return its summands, as `write_items` does."""
     if item.read is not None:
@@ -213,7 +208,7 @@ def _write(
         if has_digest:
             sums[item.key] += digest(run, first * size)
         view = bytes_of(run)
-        end = base + first * size + len(view)
+        end = item.offset + first * size + len(view)
         sums.update(_adler_sums(file, view, end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
@@ -254,7 +249,7 @@ def snapshot(
     copied = []
     for file in files:
         items = []
-        for item, offset in file.items:
+        for item in file.items:
             if item.is_owner:
                 local = item.local
                 # `local_of` makes a new tensor object of the same memory each time
@@ -264,9 +259,9 @@ def snapshot(
                     if copy is None:
                         copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
                     copies[identity] = copy.copy_(local, non_blocking=local.is_cuda)
-                item = replace(item, local=copies[identity])
-            items.append((item, offset))
-        copied.append(replace(file, items=tuple(items)))
+                item = item._replace(local=copies[identity])
+            items.append(item)
+        copied.append(file._replace(items=tuple(items)))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copied, copies

@@ -171,7 +171,7 @@ class CarriedTensors:
         """Lay out the model's `files` again, with the passthrough tensors after its own. The same
         on all ranks.
         """
-        items = [item for file in files if file.is_of_model for item, _ in file.items]
+        items = [item for file in files if file.is_of_model for item in file.items]
         carried = self._items({item.key: item for item in items})
         return [
             *lay_out([*items, *carried], "model"),
@@ -193,12 +193,12 @@ class CarriedTensors:
                 item.dtype,
                 item.piece.shape,
                 folder / file.name,
-                start,
+                item.offset,
                 item.nbytes,
                 file.nbytes,
             )
             for file in files
-            for item, start in file.items
+            for item in file.items
             if item.key in self._stored
         }
 
@@ -234,7 +234,7 @@ class CarriedTensors:
         for key, tensor in self._stored.items():
             if key in originals:
                 original = saved[originals[key]]
-                items.append(replace(original, piece=replace(original.piece, key=key)))
+                items.append(original._replace(piece=replace(original.piece, key=key)))
                 continue
             turn = loads.index(min(loads))
             loads[turn] += tensor.nbytes

@@ -225,10 +225,7 @@ def _with_read(
 ) -> list[FileLayout]:
     """Return the `files` with a new `read` for each item."""
     return [
-        replace(
-            file,
-            items=tuple((replace(item, read=read_of(item)), offset) for item, offset in file.items),
-        )
+        file._replace(items=tuple(item._replace(read=read_of(item)) for item in file.items))
         for file in files
     ]
 

@@ -75,7 +75,7 @@ def test_a_checkpoint_has_the_dtypes_of_the_folder_and_no_tensor_in_float32_twic
     files = model_files(
         build_plan(model, [weights_of(tmp_path, model)]), config, torch.bfloat16, exact=True
     )
-    found = {item.key: item.dtype for file in files for item, _ in file.items}
+    found = {item.key: item.dtype for file in files for item in file.items}
     assert {key: found[key] for key in stored} == {
         key: tensor.dtype for key, tensor in stored.items()
     }

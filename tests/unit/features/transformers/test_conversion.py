@@ -204,9 +204,7 @@ def test_other_layouts_are_read_and_written_back(run_ranks, llama, tmp_path, kin
         fully_shard(model)
         plan = materialize(model, "cpu", [weights_of(folder, model)])
         items = [
-            item
-            for file in model_files(plan, model.config, torch.float32)
-            for item, _ in file.items
+            item for file in model_files(plan, model.config, torch.float32) for item in file.items
         ]
         assert not any(item.is_owner for item in items if item.local.is_meta)
         left = [item.key for item in items if item.local.is_meta]
