@@ -12,7 +12,7 @@ from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.log import logger, warn_once
 from titanlite.base.text import fold_names
 from titanlite.checkpoint.folder import Stored, shown
-from titanlite.checkpoint.reader import SafetensorsReader
+from titanlite.checkpoint.reader import read_whole
 from titanlite.materialize import InvalidClaim
 
 # The last part of the bias's name: in transformers' classes, and in the native decoder.
@@ -63,8 +63,7 @@ def warn_of_collapsed_bias(folder: Path, stored: Stored) -> None:
     ]
 
     def find() -> list[str]:
-        reader = SafetensorsReader.of_tensors(str(folder), biases)
-        values = reader.read_whole({bias.key: bias.dtype for bias in biases})
+        values = read_whole(str(folder), biases)
         return [key for key, value in values.items() if _has_collapsed(value)]
 
     found = on_first_rank(find) if biases else []

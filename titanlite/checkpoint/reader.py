@@ -27,7 +27,7 @@ from titanlite.base.text import format_size
 from titanlite.checkpoint import quantized
 from titanlite.checkpoint.folder import StoredTensor
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
-from titanlite.materialize import ReadRequest, Region, TensorReader
+from titanlite.materialize import ReadRequest, Region, TensorReader, region_of
 from titanlite.materialize.layout import Encoding, write_rows
 
 JOB_BYTES = 1 << 20  # of a read into a buffer
@@ -49,19 +49,15 @@ class _Overlap(NamedTuple):
     request: ReadRequest
     box: Region
 
-    def memory(self) -> memoryview | None:
-        """Return the memory of the shard into which the file's bytes can be read directly; None if
-        they must be converted, or go to a device or to several ranges.
+    @property
+    def is_direct(self) -> bool:
+        """Return True if the file's bytes are those of the shard: nothing is converted, and the
+        shard is in host memory.
         """
         target = self.request.destination
         is_raw = self.stored.scale is None and self.request.encoding is None
-        if not is_raw or self.piece.is_transposed:
-            return None
-        if target.device.type != "cpu" or target.dtype != self.stored.dtype:
-            return None
-        here = self.box.within(self.request.region)
-        first, count = next(here.runs(self.request.region.lengths))
-        return bytes_of(target.view(-1)[first : first + count]) if count == here.numel else None
+        is_same = target.device.type == "cpu" and target.dtype == self.stored.dtype
+        return is_raw and is_same and not self.piece.is_transposed
 
 
 class SafetensorsReader:
@@ -110,18 +106,6 @@ class SafetensorsReader:
         with opened(needed) as files:
             run_jobs(_jobs(parts, files), self._threads)
 
-    def read_whole(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Return whole stored tensors in these dtypes, by name, without a log line."""
-        values: dict[str, torch.Tensor] = {}
-        requests = []
-        for name, dtype in dtypes.items():
-            (placed,) = self._tensors[name]
-            region = placed.piece.region
-            values[name] = torch.empty(region.lengths, dtype=dtype)
-            requests.append(ReadRequest(name, region, values[name]))
-        self.read_quietly(requests)
-        return values
-
     def _parts(self, request: ReadRequest) -> Iterator[_Overlap]:
         where = f"checkpoint {self.name}"
         region = request.region
@@ -152,6 +136,21 @@ def read_region(
     """Return a region of a tensor in `dtype`, without log lines."""
     values = torch.empty(region.lengths, dtype=dtype)
     read_quietly(reader, [ReadRequest(name, region, values)])
+    return values
+
+
+def read_whole(
+    name: str, stored: Sequence[StoredTensor], dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Return whole stored tensors by key, without log lines; quantized ones are dequantized to
+    `dtype`. `name` is for messages.
+    """
+    values = {
+        tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype if tensor.scale is None else dtype)
+        for tensor in stored
+    }
+    requests = [ReadRequest(key, region_of(value), value) for key, value in values.items()]
+    SafetensorsReader.of_tensors(name, stored).read_quietly(requests)
     return values
 
 
@@ -228,16 +227,8 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
     """Yield jobs for the threads; each job reads one part of a stored tensor."""
     buffer = _Buffer()
     for part in parts:
-        size = part.stored.dtype.itemsize
-        memory = part.memory()
-        if memory is not None:
-            for box in part.box.slabs(DIRECT_BYTES // size):
-                nbytes = box.numel * size
-                runs = part.piece.runs(box)
-                yield partial(_read_runs, files, part.stored, runs, memory[:nbytes])
-                memory = memory[nbytes:]
-            continue
-        elements = JOB_BYTES // size
+        nbytes = DIRECT_BYTES if part.is_direct else JOB_BYTES
+        elements = nbytes // part.stored.dtype.itemsize
         if part.stored.scale is not None:
             # one byte on disk becomes four bytes of the float32 value, and four of its scale
             elements //= 8
@@ -275,17 +266,28 @@ class _Buffer(threading.local):
 
 @torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
-    """Read one part into this thread's buffer, and copy it from there into the shard."""
+    """Read one part into the shard; into this thread's buffer first, unless the part is direct and
+    its place in the shard is contiguous.
+    """
     stored, piece, request, _ = part
     encoding = request.encoding
     device = request.destination.device
+    here = part.box.within(request.region).slices
+    if part.is_direct:
+        place = request.destination.view(request.region.lengths)[here]
+        if place.is_contiguous():
+            _read_runs(files, stored, piece.runs(part.box), bytes_of(place.view(-1)))
+            return
     box = piece.as_stored(part.box)
     memory = buffer.reserve(device, box.numel * stored.dtype.itemsize)
-    adopted_by: Encoding | None = None
+    is_adopted = (
+        stored.scale is not None
+        and encoding is not None
+        and not piece.is_transposed
+        and encoding.can_adopt(stored.dtype, stored.block)
+    )
     if stored.scale is not None:
-        if encoding is not None and not piece.is_transposed:
-            adopted_by = encoding if encoding.can_adopt(stored.dtype, stored.block) else None
-        values = _read_quantized(files, stored, piece, box, adopted_by)
+        values = _read_quantized(files, stored, piece, box, encoding if is_adopted else None)
     else:
         _read_runs(files, stored, piece.runs(part.box), bytes_of(memory))
         values = memory.view(stored.dtype).view(box.lengths)
@@ -294,11 +296,10 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
         if encoding is None:
-            here = part.box.within(request.region)
-            request.destination.view(request.region.lengths)[here.slices].copy_(values)
+            request.destination.view(request.region.lengths)[here].copy_(values)
         else:
             rows = values
-            if adopted_by is None:
+            if not is_adopted:
                 rows = encoding.encode(values.reshape(-1, part.box.lengths[-1]))
             write_rows(rows, request.destination, part.box, request.region)
     if buffer.stream is not None:

@@ -287,9 +287,7 @@ class AdapterCheckpoint:
 class _AdapterReader(SafetensorsReader):
     """A reader of adapters, whose stored tensors may have a different order of dims."""
 
-    def __init__(
-        self, name: str, tensors: Mapping[str, Sequence[Placed]]
-    ) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, Sequence[Placed]]) -> None:
         super().__init__(name, tensors)
         self.places: dict[str, AdapterPlace] = {}
 

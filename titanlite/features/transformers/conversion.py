@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.quantized import FP8
-from titanlite.checkpoint.reader import SafetensorsReader
+from titanlite.checkpoint.reader import read_whole
 from titanlite.features.transformers.model import TransformersModel
 from titanlite.materialize import ReadRequest
 
@@ -335,13 +334,8 @@ class ConvertingReader:
         for request in requests:
             by_group[self.groups[request.name]].append(request)
         for group, of_group in by_group.items():
-            values = self._read_whole(group.keys, of_group[0].destination.dtype)
+            stored = [self.stored[key] for key in group.keys]
+            values = read_whole(self.name, stored, of_group[0].destination.dtype)
             found = group.convert(values.__getitem__)
             for request in of_group:
                 request.destination.copy_(found[request.name][request.region.slices])
-
-    def _read_whole(self, keys: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Read `keys` in the dtypes of the files; FP8 is dequantized to `dtype`."""
-        reader = SafetensorsReader.of_tensors(self.name, (self.stored[key] for key in keys))
-        dtypes = {key: self.stored[key].dtype for key in keys}
-        return reader.read_whole({k: dtype if d in FP8 else d for k, d in dtypes.items()})
