@@ -4,10 +4,10 @@ The plan depends only on names, shapes and declarations, so all ranks make the s
 problems, all ranks raise the same error, which lists all problems.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,7 +34,6 @@ from titanlite.materialize.sources import (
     Init,
     InvalidClaim,
     Keep,
-    Patterns,
     Read,
     Source,
     SourceProvider,
@@ -45,6 +44,8 @@ from titanlite.materialize.unregistered import find_unregistered
 # Names that wrappers insert into the path of a tensor; the plan, the random streams and checkpoints
 # omit them.
 _WRAPPER_SEGMENTS = {"_checkpoint_wrapped_module", "_orig_mod", "_transformers_model"}
+# Name of the tensor, its source, and the claimant.
+_Claim = tuple[str, Source | InvalidClaim, str]
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,6 @@ class TensorEntry:
     def local_shape(self) -> tuple[int, ...]:
         return self.region.lengths if self.encoding is None else local_shape_of(self.tensor)
 
-    @property
-    def local_bytes(self) -> int:
-        return math.prod(self.local_shape) * self.dtype.itemsize
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -107,10 +104,6 @@ class Plan:
     group: dist.ProcessGroup | None = None
     # group of all ranks with a timeout for slow reads; None: the default group
     waiting: dist.ProcessGroup | None = None
-
-    @property
-    def local_bytes(self) -> int:
-        return sum(entry.local_bytes for entry in self.entries)
 
     def __str__(self) -> str:
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]
@@ -168,11 +161,14 @@ def build_plan(
         infos[fqn] = info
         objects.setdefault(id(tensor), _Found(tensor, info, [])).names.append(fqn)
 
-    declared = _declarations(model, infos, problems)
-    claimed, complete, invalid = _claims(sources, infos, problems)
-    _check_aliases(declared, objects, infos, problems)
-    _check_unregistered(model, objects, problems)
-    _check_memory(objects.values(), problems)
+    declared, _ = _accept(_declarations(model), infos, problems)
+    claimed, invalid = _accept(_claims(sources, infos), infos, problems)
+    complete = [
+        given.name for given in sources if not isinstance(given, Mapping) and given.complete
+    ]
+    problems += _check_aliases(declared, objects, infos)
+    problems += _check_unregistered(model, objects)
+    problems += _check_memory(objects.values())
 
     entries = []
     for found in objects.values():
@@ -189,10 +185,7 @@ def build_plan(
     return Plan(model, tuple(entries), get_sharing_group(model))
 
 
-def _declarations(
-    model: nn.Module, infos: Mapping[str, TensorInfo], problems: list[str]
-) -> dict[str, Source]:
-    declared = _Claims(infos, problems)
+def _declarations(model: nn.Module) -> Iterator[_Claim]:
     for raw_prefix, module in model.named_modules():
         # Look on the type: a wrapper (torch.compile) forwards attributes of the inner module, whose
         # declaration would be used twice.
@@ -206,84 +199,75 @@ def _declarations(
         for name, source in declare(module).items():
             if isinstance(source, Alias) and prefix:
                 source = Alias(f"{prefix}.{source.target}")
-            declared.add(f"{prefix}.{name}" if prefix else name, source, where)
-    return declared.sources
-
-
-class _Claims:
-    """Sources by name, each with its claimant; unknown names and second claims are problems."""
-
-    def __init__(self, infos: Mapping[str, TensorInfo], problems: list[str]) -> None:
-        self.sources: dict[str, Source] = {}
-        self._claimers: dict[str, str] = {}
-        self._infos = infos
-        self._problems = problems
-
-    def add(self, fqn: str, source: Source, who: str) -> None:
-        if fqn not in self._infos:
-            self._problems.append(f"{fqn}: unexpected, {who} has it and the model does not.")
-        elif fqn in self.sources:
-            self._problems.append(
-                f"{fqn}: two sources, '{self.sources[fqn]}' from {self._claimers[fqn]} and "
-                f"'{source}' from {who}. Remove one."
-            )
-        else:
-            self.sources[fqn] = source
-            self._claimers[fqn] = who
+            yield f"{prefix}.{name}" if prefix else name, source, where
 
 
 def _claims(
-    sources: Sequence[SourceProvider | Mapping[str, Source]],
-    infos: Mapping[str, TensorInfo],
-    problems: list[str],
-) -> tuple[dict[str, Source], list[str], set[str]]:
-    """Return the claims of `sources` by name, the names of providers that must be complete, and the
-    tensor names whose claim is invalid (`InvalidClaim`).
+    sources: Iterable[SourceProvider | Mapping[str, Source]], infos: Mapping[str, TensorInfo]
+) -> Iterator[_Claim]:
+    """Yield the claims of providers, and of mappings from exact names or shell patterns, such as
+    `{"*.bias": Init(Zeros())}`. A pattern that matches nothing is yielded as a name.
     """
-    claimed = _Claims(infos, problems)
-    complete: list[str] = []
-    invalid: set[str] = set()
     for given in sources:
-        provider = Patterns(given) if isinstance(given, Mapping) else given
-        if provider.complete:
-            complete.append(provider.name)
-        for fqn, source in provider(infos):
-            if isinstance(source, InvalidClaim):
-                problems.append(f"{fqn}: {source.reason}")
-                invalid.add(fqn)
-            else:
-                claimed.add(fqn, source, provider.name)
-    return claimed.sources, complete, invalid
+        if isinstance(given, Mapping):
+            for pattern, source in given.items():
+                names = [fqn for fqn in infos if fqn == pattern or fnmatchcase(fqn, pattern)]
+                yield from ((name, source, "sources") for name in names or [pattern])
+        else:
+            yield from ((name, source, given.name) for name, source in given(infos))
+
+
+def _accept(
+    claims: Iterable[_Claim], infos: Mapping[str, TensorInfo], problems: list[str]
+) -> tuple[dict[str, Source], set[str]]:
+    """Return the sources by name, and the names with an `InvalidClaim`. Unknown names, second
+    claims and invalid ones are problems.
+    """
+    accepted: dict[str, Source] = {}
+    claimants: dict[str, str] = {}
+    invalid: set[str] = set()
+    for fqn, source, who in claims:
+        if isinstance(source, InvalidClaim):
+            problems.append(f"{fqn}: {source.reason}")
+            invalid.add(fqn)
+        elif fqn not in infos:
+            problems.append(f"{fqn}: unexpected, {who} has it and the model does not.")
+        elif fqn in accepted:
+            problems.append(
+                f"{fqn}: two sources, '{accepted[fqn]}' from {claimants[fqn]} and '{source}' from "
+                f"{who}. Remove one."
+            )
+        else:
+            accepted[fqn] = source
+            claimants[fqn] = who
+    return accepted, invalid
 
 
 def _check_aliases(
     declared: Mapping[str, Source],
     objects: Mapping[int, _Found],
     infos: Mapping[str, TensorInfo],
-    problems: list[str],
-) -> None:
-    """Check that the names of a declared tie are one object. Comparing values would be meaningless
-    on meta and expensive on other devices.
+) -> Iterator[str]:
+    """Yield the problems of declared ties whose names are not one object. Comparing values would be
+    meaningless on meta and expensive on other devices.
     """
     owner_of = {name: key for key, found in objects.items() for name in found.names}
     for fqn, source in declared.items():
         if not isinstance(source, Alias):
             continue
         if source.target not in infos:
-            problems.append(
-                f"{fqn}: declared tied to '{source.target}', but there is no such tensor."
-            )
+            yield f"{fqn}: declared tied to '{source.target}', but there is no such tensor."
         elif owner_of[fqn] != owner_of[source.target]:
-            problems.append(
+            yield (
                 f"{fqn}: declared tied to '{source.target}', but they are two tensors now "
                 "(sharding split them). Assign one to the other again before materializing."
             )
 
 
-def _check_unregistered(
-    model: nn.Module, objects: Mapping[int, _Found], problems: list[str]
-) -> None:
-    """Report meta tensors that are neither parameters nor buffers: they would stay on meta."""
+def _check_unregistered(model: nn.Module, objects: Mapping[int, _Found]) -> Iterator[str]:
+    """Yield the problems of meta tensors that are neither parameters nor buffers: they would stay
+    on meta.
+    """
     modules = {module: clean_name(raw_prefix) for raw_prefix, module in model.named_modules()}
     fqn_of = {_memory_of(found.tensor): found.info.fqn for found in objects.values()}
     fqn_of.pop(None, None)
@@ -297,7 +281,7 @@ def _check_unregistered(
             )
         else:
             remedy = "Register it as a buffer."
-        problems.append(
+        yield (
             f"{path}: holds a tensor {tuple(tensor.shape)} of {tensor.dtype} on the meta device "
             "that is neither a parameter nor a buffer of the model, so it has no source. "
             f"{remedy}"
@@ -314,8 +298,9 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
     return storage._cdata
 
 
-def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
-    """Report meta tensors that cannot be filled, or that share elements with another tensor.
+def _check_memory(objects: Iterable[_Found]) -> Iterator[str]:
+    """Yield the problems of meta tensors that cannot be filled, or that share elements with another
+    tensor.
 
     Each tensor gets its own memory, so a view would be written twice and would stop being a view.
     """
@@ -324,7 +309,7 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
         if not tensor.is_meta:
             continue
         if tensor.layout is not torch.strided:
-            problems.append(
+            yield (
                 f"{info.fqn}: a {info.kind} with layout {tensor.layout} on the meta device cannot "
                 "be filled. Keep its values in another form and convert them in forward, or build "
                 "it on the device where it stays."
@@ -342,7 +327,7 @@ def _check_memory(objects: Iterable[_Found], problems: list[str]) -> None:
         parts.sort(key=lambda part: part[0])
         for (_, reached, holder), (begin, _, fqn) in pairwise(parts):
             if begin < reached:
-                problems.append(
+                yield (
                     f"{fqn}: shares memory with {holder}, so both would be written twice. Make "
                     "them one object, or register one of them and take the view in forward."
                 )

@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
 import numpy as np
@@ -146,22 +145,6 @@ class SourceProvider(Protocol):
         claims.
         """
         ...
-
-
-class Patterns:
-    """Claims by exact name or shell pattern: `{"*.bias": Init(Zeros())}`. A pattern that matches
-    nothing is an error.
-    """
-
-    def __init__(self, claims: Mapping[str, Source]) -> None:
-        self.name = "sources"
-        self.complete = False
-        self._claims = claims
-
-    def __call__(self, tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, Source]]:
-        for pattern, source in self._claims.items():
-            names = [fqn for fqn in tensors if fqn == pattern or fnmatchcase(fqn, pattern)]
-            yield from ((name, source) for name in names or [pattern])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,6 @@ def test_sources_in_order_of_strength():
         "y.w": Keep(),
         "y.b": Keep(),
     }
-    assert plan.local_bytes == 2 * (6 + 4) * 4
     assert all(p.is_meta for p in model.x.parameters())
 
 
