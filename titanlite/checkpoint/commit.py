@@ -86,7 +86,7 @@ def commit_folder(
 
 def _certified(files: Sequence[FileLayout]) -> list[Item]:
     """Return the items of the model, without the items of the training state."""
-    models = [f for f in files if f.is_of_model or f.name == f"{OWN_FOLDER}/{SIDECAR_FILE}"]
+    models = [f for f in files if f.is_of_model or f.name == SIDECAR_FILE]
     return [item for file in models for item in file.items]
 
 

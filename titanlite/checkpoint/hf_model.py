@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from titanlite.base.agree import gather_objects, get_rank, on_first_rank
+from titanlite.base.agree import get_rank, on_first_rank
 from titanlite.base.errors import CheckpointError
 from titanlite.base.log import logger
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases, warn_of_collapsed_bias
@@ -67,7 +67,6 @@ from titanlite.models.interface import Model, is_adapter
 
 _CHUNK_ELEMENTS = 4 << 20
 _WIDE = (torch.float32, torch.float64)
-_SIDECAR = f"{OWN_FOLDER}/{SIDECAR_FILE.removesuffix('.safetensors')}"
 TIE_FLAG = "tie_word_embeddings"
 _OVERRIDE = ", or in training model.overrides.tie_word_embeddings = false"
 
@@ -119,7 +118,7 @@ def weights_of(
 
 def _read_stored(folder: Path, exact: bool) -> Stored:
     def read() -> tuple[Path, Stored]:
-        own = [*(folder / OWN_FOLDER).glob(SIDECAR_FILE)]
+        own = [*folder.glob(SIDECAR_FILE)]
         if exact:
             own += sorted((folder / OWN_FOLDER).glob("weights*.safetensors"))
         stored = read_model_headers(folder) | read_headers(own, f"checkpoint {folder}")
@@ -227,13 +226,8 @@ class HFCheckpoint(StoredWeights):
             parts = [Placed(stored[piece.key], piece) for piece in pieces if piece.key in stored]
             if not parts:
                 continue  # the plan decides whether it may be absent
-            problems = [
-                f"missing, {self.name} does not have {shown(piece.key)}."
-                for piece in pieces
-                if piece.key not in stored
-            ]
-            problems += [problem for part in parts if (problem := self._misfit(part))]
-            claims += [(name, InvalidClaim(problem)) for problem in dict.fromkeys(problems)]
+            problems = dict.fromkeys(map(self._misfit, pieces))
+            claims += [(name, InvalidClaim(problem)) for problem in problems if problem]
             claims.append((name, self._claim_parts(name, shape, parts)))
         claims += [(name, InvalidClaim(problem)) for name, problem in self.untied.items()]
         if not self._has_head and HEAD in all_pieces:
@@ -278,9 +272,11 @@ class HFCheckpoint(StoredWeights):
         # MXFP4 is never transposed, unlike other fused experts
         return [whole(stored.key, shape)] if stored is not None and stored.is_packed else pieces
 
-    def _misfit(self, part: Placed) -> str:
-        """Return why a stored tensor does not fit the piece of the model that it holds, or ""."""
-        stored, piece = part
+    def _misfit(self, piece: Piece) -> str:
+        """Return why no stored tensor fits this piece of the model, or ""."""
+        stored = self.stored.get(piece.key)
+        if stored is None:
+            return f"missing, {self.name} does not have {shown(piece.key)}."
         if stored.shape != piece.shape:
             return (
                 f"{self.name} has {shown(piece.key)} with shape {stored.shape}, the model expects "
@@ -293,16 +289,10 @@ class HFCheckpoint(StoredWeights):
 def is_equal(first: Read, second: Read) -> bool:
     """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB
     at a time.
-
-    A reader that converts its tensors reads whole tensors instead.
     """
     if first.shape != second.shape:
         return False
-    region = whole(first.name, first.shape).region
-    is_streamed = isinstance(first.reader, SafetensorsReader) and isinstance(
-        second.reader, SafetensorsReader
-    )
-    for part in region.slabs(_CHUNK_ELEMENTS) if is_streamed else [region]:
+    for part in whole(first.name, first.shape).region.slabs(_CHUNK_ELEMENTS):
         values = [  # float64 represents all other dtypes exactly
             read_region(read.reader, read.name, part, torch.float64) for read in (first, second)
         ]
@@ -343,13 +333,9 @@ class NativeFormat:
     def check(self, plan: Plan) -> list[str]:
         return []
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> Iterable[Piece]:
-        """Return the checkpoint tensors that the run-time tensor `name` is saved as."""
-        return checkpoint_pieces(name, shape, self._config, self.layout)
-
     def files(self, plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
         family = family_of(self._config)
-        used = _find_used([entry for entry in plan.entries if is_sidecar(entry.fqn, family)])
+        used = _find_used(plan, [entry for entry in plan.entries if is_sidecar(entry.fqn, family)])
         entries = [
             entry
             for entry in plan.entries
@@ -364,9 +350,12 @@ class NativeFormat:
             held = sidecar if entry.fqn in used else model
             held += [
                 Item(piece, saved, local, entry.region, owner.is_owner, entry.fqn)
-                for piece in self.pieces(entry.fqn, entry.info.shape)
+                for piece in checkpoint_pieces(
+                    entry.fqn, entry.info.shape, self._config, self.layout
+                )
             ]
-        return lay_out(model, "model") + (lay_out(sidecar, _SIDECAR) if sidecar else [])
+        stem = SIDECAR_FILE.removesuffix(".safetensors")
+        return lay_out(model, "model") + (lay_out(sidecar, stem) if sidecar else [])
 
 
 def master_files(plan: Plan, dtype: torch.dtype) -> list[FileLayout]:
@@ -460,28 +449,29 @@ def check_layout(plan: Plan) -> list[str]:
     return format_of(plan.model).check(plan)
 
 
-def _find_used(buffers: Sequence[TensorEntry]) -> set[str]:
-    """Return the names of the buffers that hold a value other than zero on some rank, or that are
-    still on meta. Collective, if there are buffers.
+def _find_used(plan: Plan, buffers: Sequence[TensorEntry]) -> set[str]:
+    """Return the names of the buffers that hold a value other than zero, or that are still on meta.
+    Collective with pipeline stages.
     """
-    found = {
-        entry.fqn
-        for entry in buffers
-        if not entry.is_remote and (entry.tensor.is_meta or local_of(entry.tensor).count_nonzero())
-    }
-    return set().union(*gather_objects(found)) if buffers else found
+    return plan.names_on_any_stage(
+        {
+            entry.fqn
+            for entry in buffers
+            if not entry.is_remote
+            and (entry.tensor.is_meta or local_of(entry.tensor).count_nonzero())
+        }
+    )
 
 
 def warn_of_sidecar(config: Any, files: list[FileLayout]) -> None:
     """Warn on rank 0 of saved tensors that Hugging Face's architecture does not have."""
-    count = sum(len(file.items) for file in files if file.name == f"{OWN_FOLDER}/{SIDECAR_FILE}")
+    count = sum(len(file.items) for file in files if file.name == SIDECAR_FILE)
     if count and get_rank() == 0:
         logger.warning(
             "checkpoint: %s has no place for expert_bias, so transformers will choose "
-            "different experts than this run did; the %d tensors are kept in %s/%s. For an exact "
+            "different experts than this run did; the %d tensors are kept in %s. For an exact "
             "export, balance with moe.aux_loss_coeff instead.",
             family_of(config).architecture,
             count,
-            OWN_FOLDER,
             SIDECAR_FILE,
         )

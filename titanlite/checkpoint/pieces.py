@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from titanlite.checkpoint.folder import OWN_FOLDER
 from titanlite.config.model import ModelConfig
 from titanlite.materialize import Region
 from titanlite.models.families import family_of
 from titanlite.models.families.family import Family
 
 # Holds the tensors for which the family's architecture has no key.
-SIDECAR_FILE = "expert_bias.safetensors"
+SIDECAR_FILE = f"{OWN_FOLDER}/expert_bias.safetensors"
 # Prefix of full-precision parameters, for runs whose model files are in a smaller dtype.
 MASTER_PREFIX = "master."
 # Written by other programs; titanlite computes these tensors from the configuration.

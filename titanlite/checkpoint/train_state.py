@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titanlite.base.agree import gather_objects, on_first_rank
+from titanlite.base.agree import on_first_rank
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import OWN_FOLDER, Stored, read_headers, read_json
 from titanlite.checkpoint.reader import SafetensorsReader
@@ -86,8 +86,7 @@ def _named_states(
     """
     trained = _trained(plan, optimizer)
     stepped = {entry.fqn for entry, _ in trained if entry.tensor in optimizer.state}
-    if plan.group is not None:  # each stage knows only its own states
-        stepped = set().union(*gather_objects(stepped))
+    stepped = plan.names_on_any_stage(stepped)
     for entry, names in trained if stepped else ():
         if entry.fqn not in stepped:
             yield f"{_UNSTEPPED}.{entry.fqn}", torch.zeros(())

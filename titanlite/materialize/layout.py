@@ -181,10 +181,9 @@ def write_rows(rows: torch.Tensor, local: torch.Tensor, box: Region, outer: Regi
     """Write encoded rows (N, bytes), uint8, of the values in `box` into the contiguous `local`,
     which holds the values in `outer`.
     """
-    held = local.view(torch.uint8).view(-1, rows.shape[-1])
-    for first, count in box.within(outer).row_runs(outer.lengths):
-        held[first : first + count] = rows[:count]
-        rows = rows[count:]
+    held = local.view(torch.uint8).view(*outer.lengths[:-1], -1)
+    place = held[box.within(outer).slices[:-1]]
+    place.copy_(rows.view(place.shape))
 
 
 def mark_remote(tensor: torch.Tensor) -> None:

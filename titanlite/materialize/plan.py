@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.base.agree import gather_objects
 from titanlite.base.errors import PlanError, raise_problems
 from titanlite.base.text import format_table
 from titanlite.materialize.layout import (
@@ -104,6 +105,12 @@ class Plan:
     group: dist.ProcessGroup | None = None
     # group of all ranks with a timeout for slow reads; None: the default group
     waiting: dist.ProcessGroup | None = None
+
+    def names_on_any_stage(self, names: set[str]) -> set[str]:
+        """Return the union of the `names` of all ranks, which differ only between pipeline stages.
+        Collective with pipeline stages.
+        """
+        return names if self.group is None else set().union(*gather_objects(names))
 
     def __str__(self) -> str:
         rows = [("tensor", "global shape", "dtype", "on this rank", "source")]

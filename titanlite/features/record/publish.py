@@ -233,7 +233,7 @@ def push_to_hub(folder: Path, repository: str) -> None:
     logger.info("hub: uploading %s to %s", folder, repository)
     names = {f"{OWN_FOLDER}/{path.name}" for path in (folder / OWN_FOLDER).glob("*")}
     # expert_bias.safetensors is part of the model, and the certificate says what was trained.
-    left_out = sorted(names - {f"{OWN_FOLDER}/{SIDECAR_FILE}", CERTIFICATE_FILE})
+    left_out = sorted(names - {SIDECAR_FILE, CERTIFICATE_FILE})
     try:
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)

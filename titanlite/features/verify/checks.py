@@ -17,7 +17,6 @@ from titanlite.checkpoint.folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     INDEX_FILE,
-    OWN_FOLDER,
     Stored,
     read_headers,
     read_json,
@@ -109,7 +108,7 @@ def _read(folder: Path, report: Report) -> Stored:
         files = {key: tensor.file.name for key, tensor in stored.items()}
         stale = [key for key, _ in index.items() ^ files.items()]
         report.blame(stale, f"{INDEX_FILE} is stale: it and the files differ. Write it anew.")
-    own = read_headers((folder / OWN_FOLDER).glob(SIDECAR_FILE), str(folder))
+    own = read_headers(folder.glob(SIDECAR_FILE), str(folder))
     return stored | own
 
 
