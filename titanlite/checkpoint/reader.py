@@ -91,10 +91,9 @@ class SafetensorsReader:
         Raises CheckpointError: a file was removed, has a different size than when its header was
         read, or cannot be read.
         """
-        nbytes = sum(request.destination.nbytes for request in requests)
         stored = (part.stored for parts in self._tensors.values() for part in parts)
         sizes = {tensor.file: tensor.file_bytes for tensor in stored}
-        with timed(f"reading {self.name}", nbytes, sum(sizes.values())):
+        with timed(f"reading {self.name}", sum(sizes.values())):
             self.read_quietly(requests)
 
     def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
@@ -204,17 +203,13 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def timed(text: str, nbytes: int, folder_bytes: int) -> Generator[None]:
-    """Log how fast the body reads or writes a folder of `folder_bytes`, if this rank transfers some
-    of it (`nbytes`).
-    """
+def timed(text: str, nbytes: int) -> Generator[None]:
+    """Log how fast the body reads or writes the `nbytes` of a folder."""
     start = time.perf_counter()
     yield
-    if nbytes:
-        seconds = max(time.perf_counter() - start, 1e-9)
-        size = format_size(folder_bytes)
-        rate = folder_bytes / 1e9 / seconds
-        logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, size, seconds, rate)
+    seconds = max(time.perf_counter() - start, 1e-9)
+    rate = nbytes / 1e9 / seconds
+    logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(nbytes), seconds, rate)
 
 
 def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
@@ -274,7 +269,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
     device = request.destination.device
     here = part.box.within(request.region).slices
     if part.is_direct:
-        place = request.destination.view(request.region.lengths)[here]
+        place = request.destination[here]
         if place.is_contiguous():
             _read_runs(files, stored, piece.runs(part.box), bytes_of(place.view(-1)))
             return
@@ -296,7 +291,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
         if encoding is None:
-            request.destination.view(request.region.lengths)[here].copy_(values)
+            request.destination[here].copy_(values)
         else:
             rows = values
             if not is_adopted:

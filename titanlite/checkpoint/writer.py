@@ -41,7 +41,7 @@ class Item(NamedTuple):
     """A piece of a tensor to save in `dtype`, and this rank's shard of the run-time tensor. Items
     of one key follow one another, in the order of their rows.
 
-    If the tensor is not in memory, `local` is empty, and `read` returns a part of the piece's
+    If the tensor is not in memory, `local` is on meta, and `read` returns a part of the piece's
     region in `dtype`. The rank that writes it reads consecutive parts, from several threads.
     """
 
@@ -53,7 +53,7 @@ class Item(NamedTuple):
     is_owner: bool  # True if this rank writes the shard, of all ranks that hold it
     name: str = ""  # name of the run-time tensor, if it belongs to the model
     read: Callable[[Region], torch.Tensor] | None = None
-    offset: int = 0  # of its stored tensor in the file that `lay_out` chose
+    offset: int = 0  # of its stored tensor in the data of the file that `lay_out` chose
 
     @property
     def key(self) -> str:
@@ -91,23 +91,16 @@ def lay_out(items: Iterable[Item], stem: str, file_bytes: int | None = None) -> 
         if groups[-1] and used + nbytes > limit:
             groups.append([])
             used = 0
-        groups[-1] += pieces
+        groups[-1] += [item._replace(offset=used) for item in pieces]
         used += nbytes
     files = []
     for i, held in enumerate(groups):
-        nbytes = 0
-        starts: dict[str, int] = {}  # of each tensor in the data
-        for item in held:
-            starts.setdefault(item.key, nbytes)
-            nbytes += item.nbytes
         header = encode_header(
-            (item.key, item.dtype, item.piece.shape, starts[item.key]) for item in held
+            (item.key, item.dtype, item.piece.shape, item.offset) for item in held
         )
-        placed = tuple(item._replace(offset=len(header) + starts[item.key]) for item in held)
+        nbytes = len(header) + sum(item.nbytes for item in held)
         number = f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        files.append(
-            FileLayout(f"{stem}{number}.safetensors", header, placed, len(header) + nbytes)
-        )
+        files.append(FileLayout(f"{stem}{number}.safetensors", header, tuple(held), nbytes))
     return files
 
 
@@ -151,10 +144,9 @@ def write_items(
     """
     of_files = [(file.name, which) for file in files for which in _ADLER_SUMS]
     sums: Counter[Hashable] = Counter(dict.fromkeys([*digested, *of_files], 0))
-    mine = sum(item.nbytes for file in files for item in file.items if item.is_owner)
     rank, world_size = get_rank_and_size()
     first = rank * len(files) // world_size
-    with timed(text, mine, sum(file.nbytes for file in files)):
+    with timed(text, sum(file.nbytes for file in files)):
         for file in [*files[first:], *files[:first]]:  # ranks begin with different files
             parts = [(item, box) for item in file.items if item.is_owner for box in _boxes(item)]
             if not parts:
@@ -177,12 +169,10 @@ def write_items(
 
 def _boxes(item: Item) -> Iterator[Region]:
     """Yield boxes, one per write, that cover this rank's part of an item."""
-    region = item.piece.region
-    held = region if item.read is not None else region.overlap(item.local_region)
+    held = item.piece.region.overlap(item.local_region)
     if held is None:
         return
-    local = item.local
-    is_copy = item.read is None and local.device.type == "cpu" and local.dtype == item.dtype
+    is_copy = item.local.device.type == "cpu" and item.local.dtype == item.dtype
     elements = (DIRECT_BYTES if is_copy else JOB_BYTES) // item.dtype.itemsize
     yield from item.piece.slabs(held, elements)
 
@@ -195,8 +185,7 @@ def _write(
     if item.read is not None:
         values = item.read(box)
     else:  # cast on the shard's device
-        local = item.local.reshape(item.local_region.lengths)
-        values = local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
+        values = item.local[box.within(item.local_region).slices].to(item.dtype).to("cpu")
     if item.piece.is_transposed:
         values = values.mT
     memory = bytes_in(values.contiguous())
@@ -208,7 +197,7 @@ def _write(
         if has_digest:
             sums[item.key] += digest(run, first * size)
         view = bytes_of(run)
-        end = item.offset + first * size + len(view)
+        end = len(file.header) + item.offset + first * size + len(view)
         sums.update(_adler_sums(file, view, end))
         while view:
             view = view[os.pwritev(descriptor, [view], end - len(view)) :]
@@ -246,22 +235,21 @@ def snapshot(
     copying.
     """
     copies: _Copies = {}
-    copied = []
-    for file in files:
-        items = []
-        for item in file.items:
-            if item.is_owner:
-                local = item.local
-                # `local_of` makes a new tensor object of the same memory each time
-                identity = local.data_ptr(), local.dtype, local.shape
-                if identity not in copies:
-                    copy = reused.get(identity)
-                    if copy is None:
-                        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-                    copies[identity] = copy.copy_(local, non_blocking=local.is_cuda)
-                item = item._replace(local=copies[identity])
-            items.append(item)
-        copied.append(file._replace(items=tuple(items)))
+
+    def copy(item: Item) -> Item:
+        if not item.is_owner or item.local.is_meta:
+            return item
+        local = item.local
+        # `local_of` makes a new tensor object of the same memory each time
+        identity = local.data_ptr(), local.dtype, local.shape
+        if identity not in copies:
+            memory = reused.get(identity)
+            if memory is None:
+                memory = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            copies[identity] = memory.copy_(local, non_blocking=local.is_cuda)
+        return item._replace(local=copies[identity])
+
+    copied = [file._replace(items=tuple(map(copy, file.items))) for file in files]
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return copied, copies

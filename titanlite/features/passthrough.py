@@ -193,7 +193,7 @@ class CarriedTensors:
                 item.dtype,
                 item.piece.shape,
                 folder / file.name,
-                item.offset,
+                len(file.header) + item.offset,
                 item.nbytes,
                 file.nbytes,
             )
@@ -241,7 +241,7 @@ class CarriedTensors:
             dtype = self._dtype if tensor.dtype in FP8 else tensor.dtype
             piece = whole(key, tensor.shape)
             read = partial(_read, reader, key, dtype)
-            nothing = torch.empty(0)
+            nothing = torch.empty(0, device="meta")
             items.append(
                 Item(piece, dtype, nothing, piece.region, is_owner=turn == rank, read=read)
             )
