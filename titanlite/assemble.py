@@ -26,6 +26,7 @@ from titanlite.checkpoint.hf_model import HFFormat, check_layout
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.start import Start, find_start, look_for_start
 from titanlite.checkpoint.ties import untie
+from titanlite.checkpoint.train_state import load_state
 from titanlite.config import AnyModelConfig, JobConfig, TransformersConfig
 from titanlite.config.assets import list_model_paths
 from titanlite.config.schema import BLOCK_SIZES
@@ -127,12 +128,15 @@ def assemble(checked: Checked) -> Trainer:
     beat("loading", run.first_step)
 
     model = build_on_meta(run)
-    checkpointer = build_checkpointer(run, model, tokenizer, loader)
-    sources = checkpointer.weight_sources(model)
+    form = build_format(run.job)
+    checkpointer = build_checkpointer(run, form, model, tokenizer, loader)
+    start = run.start
+    sources = form.sources(start.folder, model) if start else form.initial_sources(model)
     plan = fill(run, model, sources)
     carry_passthrough(run.job, model.config, sources, checkpointer)
     optimizer = build_optimizer(run.job, model, run.dims)
-    checkpointer.load_state(plan, optimizer)
+    if start is not None:
+        load_state(start.folder, plan, optimizer)
     objective = build_objective(run.job, model.config.vocab_size)
     parts = Parts(
         run=run,
@@ -294,14 +298,15 @@ def refuse(problems: Sequence[str]) -> None:
     raise_problems(ConfigError, "configuration", problems)
 
 
-def build_checkpointer(run: Run, model: Model, tokenizer: Any, loader: TrainLoader) -> Checkpointer:
+def build_checkpointer(
+    run: Run, form: HFFormat, model: Model, tokenizer: Any, loader: TrainLoader
+) -> Checkpointer:
     """Build the `Checkpointer`, and the files of checkpoints that hold no tensors. Collective.
 
     Raises CheckpointError, on all ranks: one of those files cannot be built.
     """
-    job = run.job
-    form = build_format(job)
-    checkpointer = Checkpointer(job.checkpoint, form, run.folder, run.start, run.file_group)
+    saved_step = -1 if run.start is None else run.first_step
+    checkpointer = Checkpointer(run.job.checkpoint, form, run.folder, saved_step, run.file_group)
     is_text = loader.dataset.form == "text"
     ends_of_turn = [] if is_text else get_end_of_turn_ids(tokenizer, loader.dataset)
     token_ids = find_token_ids(tokenizer)
@@ -330,7 +335,7 @@ def build_initial(parts: Parts) -> Model:
     if run.start is None:
         return model
     initial = build_on_meta(replace(run, model_config=model.config))
-    fill(run, initial, parts.checkpointer.initial_sources(initial))
+    fill(run, initial, build_format(run.job).initial_sources(initial))
     return initial
 
 

@@ -48,7 +48,7 @@ MODEL, OPTIMIZER = "model.safetensors", "titanlite/optimizer.safetensors"
 def build_trainer(job):
     """Build a trainer whose optimizer has states."""
     trainer = assemble(job)
-    if trainer.parts.checkpointer.start is None:
+    if trainer.parts.run.start is None:
         for param in trainer.model.parameters():
             param.grad = torch.zeros_like(param)
         trainer.parts.stepper.optimizer.step()

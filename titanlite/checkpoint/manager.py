@@ -1,4 +1,4 @@
-"""`Checkpointer`: loads the checkpoint of a run, saves new ones, and removes old ones."""
+"""`Checkpointer`: saves the checkpoints of a run, and removes old ones."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,28 +17,25 @@ from titanlite.base.log import logger
 from titanlite.checkpoint import commit
 from titanlite.checkpoint.commit import step_folder
 from titanlite.checkpoint.hf_model import HFFormat, index_of, warn_of_sidecar
-from titanlite.checkpoint.start import Start
 from titanlite.checkpoint.train_state import (
     STATE_FILE,
     Progress,
-    load_state,
     state_files,
 )
 from titanlite.checkpoint.writer import FileLayout, snapshot
 from titanlite.config.schema import CheckpointSection
-from titanlite.materialize import Plan, SourceProvider
+from titanlite.materialize import Plan
 from titanlite.models.interface import Model
 
 
 class Checkpointer:
-    """The checkpoints `step-N` of one run, to load and save. Every rank builds one; all methods are
-    collective.
+    """Saves the checkpoints `step-N` of one run. Every rank builds one; all methods are collective.
 
     A context manager: if training ends with an error, a save in the background is finished first.
 
     Args:
         saved_as: format of the model's files in the checkpoints.
-        start: the checkpoint that the run resumes from, or None.
+        saved_step: step of the checkpoint that the run resumes from, or -1.
         group: a process group of all ranks on the host, with a long timeout, because one rank may
             read or write longer than another. Collectives of a background save must not interleave
             with collectives of training.
@@ -49,13 +46,12 @@ class Checkpointer:
         section: CheckpointSection,
         saved_as: HFFormat,
         dump_folder: Path,
-        start: Start | None,
+        saved_step: int,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._section = section
         self._format = saved_as
         self.folder = dump_folder / section.folder
-        self.start = start
         self.group = group
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
@@ -64,26 +60,7 @@ class Checkpointer:
         self._carried: Any = None
         self._certify: Callable[[int], commit.Certify] | None = None
         self.carried_bytes = 0
-        self._saved_step = -1 if start is None else start.progress.step
-
-    # --- loading
-
-    def weight_sources(self, model: Model) -> list[SourceProvider]:
-        """Return the sources of weights for `materialize`: the checkpoint to resume, a pretrained
-        model, or nothing.
-        """
-        if self.start is None:
-            return self.initial_sources(model)
-        return self._format.sources(self.start.folder, model)
-
-    def initial_sources(self, model: Model) -> list[SourceProvider]:
-        return self._format.initial_sources(model)
-
-    def load_state(self, plan: Plan, optimizer: torch.optim.Optimizer) -> None:
-        if self.start is not None:
-            load_state(self.start.folder, plan, optimizer)
-
-    # --- saving
+        self._saved_step = saved_step
 
     def is_due(self, step: int) -> bool:
         section = self._section
