@@ -60,6 +60,7 @@ def commit_folder(
     Collectives: four small ones over `group`; every rank must call, and all must see the same file
     system.
     """
+    certified = _certified(files) if certify else []
     temporary = on_first_rank(lambda: _hidden(folder, "tmp"), group)
     on_first = dist.get_rank(group) == 0
     try:
@@ -68,14 +69,14 @@ def commit_folder(
                 temporary.mkdir(parents=True)
                 create_files(temporary, files)
         sums: dict[Hashable, int] = {}
-        digested = [item.key for item in _certified(files)] if certify else []
+        digested = [item.key for item in certified]
         with together(group), saving(folder):
             sums = write_items(temporary, files, f"writing {folder}", digested)
         sums = add_up(sums, group)
         with together(group), saving(folder):
             if on_first:
                 if certify is not None:
-                    rest = {**rest, **certify(_certified(files), sums)}
+                    rest = {**rest, **certify(certified, sums)}
                 _complete(temporary, files, rest, sums)
                 _appear(temporary, folder)
     except CheckpointError:

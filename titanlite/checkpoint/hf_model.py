@@ -20,7 +20,6 @@ from titanlite.checkpoint.folder import (
     INDEX_FILE,
     OWN_FOLDER,
     Stored,
-    StoredTensor,
     read_headers,
     read_json,
     read_model_headers,
@@ -165,20 +164,18 @@ class StoredWeights:
         # If a minority of the bytes is float32, those tensors are float32 on purpose, as routers
         # are; if the majority is, the whole folder is in float32.
         own = [tensor for key, tensor in stored.items() if not key.startswith(MASTER_PREFIX)]
-        wide_bytes = sum(tensor.nbytes for tensor in own if tensor.dtype in _WIDE)
-        self._has_few_wide = 2 * wide_bytes < sum(tensor.nbytes for tensor in own)
+        wide = {tensor.key: tensor.nbytes for tensor in own if tensor.dtype in _WIDE}
+        is_minority = 2 * sum(wide.values()) < sum(tensor.nbytes for tensor in own)
+        self._kept_float32 = set(wide) if is_minority else set[str]()
 
     def _claim_parts(self, name: str, shape: tuple[int, ...], parts: Sequence[Placed]) -> Read:
         """Return the source of a tensor that consists of the stored `parts`."""
         self._placed[name] = parts
-        return Read(self.reader, name, shape, self._keeps_float32(part.stored for part in parts))
+        return Read(self.reader, name, shape, self._keeps_float32(p.stored.key for p in parts))
 
-    def _keeps_float32(self, parts: Iterable[StoredTensor]) -> bool:
-        """Return True if a tensor that consists of `parts` is saved in float32 again. False if
-        `parts` are the full-precision copy that is stored in addition to the tensor.
-        """
-        wide = (part.key for part in parts if part.dtype in _WIDE)
-        return self._has_few_wide and any(not k.startswith(MASTER_PREFIX) for k in wide)
+    def _keeps_float32(self, keys: Iterable[str]) -> bool:
+        """Return True if a tensor that consists of the stored `keys` is saved in float32 again."""
+        return not self._kept_float32.isdisjoint(keys)
 
     def _claim_rest(
         self, used: Collection[str], patterns: Iterable[str] = ()
@@ -261,7 +258,7 @@ class HFCheckpoint(StoredWeights):
         reader = SafetensorsReader.of_tensors(self.folder, (stored[key] for key in keys))
         if is_equal(*(Read(reader, key, stored[key].shape) for key in keys)):
             return {}
-        return {HEAD: explain_untied(self.name, EMBEDDING, TIE_FLAG, _OVERRIDE)}
+        return {HEAD: explain_untied(self.name, EMBEDDING, _OVERRIDE)}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Return the pieces in the model's own files. Experts may be fused there in any family."""
@@ -301,14 +298,14 @@ def is_equal(first: Read, second: Read) -> bool:
     return True
 
 
-def explain_untied(where: str, target: str, flag: str, otherwise: str = "") -> str:
+def explain_untied(where: str, target: str, otherwise: str) -> str:
     """Return the reason why a tensor tied to `target`, but stored in `where` with different values,
     has no source.
     """
-    remedy = f"Set {flag} = false in its config.json{otherwise}" if flag else "Correct the file"
     return (
         f"{where} has it with different values than {target}, to which config.json ties it. "
-        f"transformers would load both tensors; here one of them would be lost. {remedy}."
+        "transformers would load both tensors; here one of them would be lost. Set "
+        f"{TIE_FLAG} = false in its config.json{otherwise}."
     )
 
 

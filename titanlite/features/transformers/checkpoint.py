@@ -15,7 +15,7 @@ from titanlite.base.errors import CheckpointError
 from titanlite.base.text import describe_error
 from titanlite.checkpoint.bias import is_bias, judge_absent_biases
 from titanlite.checkpoint.folder import Stored
-from titanlite.checkpoint.hf_model import TIE_FLAG, StoredWeights, explain_untied, is_equal
+from titanlite.checkpoint.hf_model import StoredWeights, explain_untied, is_equal
 from titanlite.checkpoint.names import explain_absent_head, explain_names
 from titanlite.checkpoint.pieces import (
     MASTER_PREFIX,
@@ -91,7 +91,7 @@ class TransformersCheckpoint(StoredWeights):
         for name, target in self._model.ties().items():
             own, other = self._claims.get(name), self._claims.get(target)
             if isinstance(own, Read) and isinstance(other, Read) and not is_equal(own, other):
-                found[name] = explain_untied(self.name, target, TIE_FLAG, _UNTIE)
+                found[name] = explain_untied(self.name, target, _UNTIE)
         return found
 
     def _claim(self, group: Group) -> None:
@@ -119,7 +119,7 @@ class TransformersCheckpoint(StoredWeights):
                 self._claims[name] = self._claim_parts(name, shape, placed)
             else:
                 self._whole[name] = group
-                kept = self._keeps_float32(stored)
+                kept = self._keeps_float32(group.keys)
                 self._claims[name] = Read(self._converting, name, shape, kept)
 
     def _place(self, parts: Iterable[TracedPart]) -> list[Placed]:
