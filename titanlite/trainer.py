@@ -307,7 +307,7 @@ class Trainer:
         card = partial(self.closing.render_card, progress=progress, results=parts.results)
         optimizer = parts.stepper.optimizer
         with evaluation_weights(optimizer):
-            parts.checkpointer.save(self.model, parts.plan, optimizer, progress, card)
+            parts.checkpointer.save(parts.plan, optimizer, progress, card)
 
     def finish(self) -> None:
         """Save, log how the run ended, and upload the model. Collective: every rank must call."""

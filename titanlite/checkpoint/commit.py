@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -98,21 +97,17 @@ def _complete(
     sums: Mapping[Hashable, int],
 ) -> None:
     """Write the files without tensors and the manifest, and flush the whole folder to the disk."""
-    entries = {file.name: _entry(file.nbytes, checksum(file, sums)) for file in files}
+    entries = {file.name: {"bytes": file.nbytes, "adler32": checksum(file, sums)} for file in files}
     for name, content in rest.items():
         path = temporary / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        entries[name] = _entry(len(content), f"{zlib.adler32(content):08x}")
+        entries[name] = {"bytes": len(content), "adler32": f"{zlib.adler32(content):08x}"}
     manifest = {"format": 1, "files": dict(sorted(entries.items()))}
     (temporary / OWN_FOLDER).mkdir(exist_ok=True)
     (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
     for path in [*temporary.rglob("*"), temporary]:
         sync(path)
-
-
-def _entry(nbytes: int, adler32: str) -> dict[str, Any]:
-    return {"bytes": nbytes, "adler32": adler32}
 
 
 def _hidden(folder: Path, kind: str) -> Path:

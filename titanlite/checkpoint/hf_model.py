@@ -406,9 +406,9 @@ class HFFormat:
         """
         return [weights_of(folder, model, exact=True)]
 
-    def files(self, model: Model, plan: Plan) -> list[FileLayout]:
+    def files(self, plan: Plan) -> list[FileLayout]:
         """Lay out the model's files, with this rank's shards of the weights."""
-        return [*format_of(model).files(plan, self._dtype), *master_files(plan, self._dtype)]
+        return [*format_of(plan.model).files(plan, self._dtype), *master_files(plan, self._dtype)]
 
     def describe(
         self, model: Model, token_ids: TokenIds, end_of_turn_ids: Sequence[int]

@@ -25,7 +25,6 @@ from titanlite.checkpoint.train_state import (
 from titanlite.checkpoint.writer import FileLayout, snapshot
 from titanlite.config.schema import CheckpointSection
 from titanlite.materialize import Plan
-from titanlite.models.interface import Model
 
 
 class Checkpointer:
@@ -95,7 +94,6 @@ class Checkpointer:
 
     def save(
         self,
-        model: Model,
         plan: Plan,
         optimizer: torch.optim.Optimizer,
         progress: Progress,
@@ -117,7 +115,7 @@ class Checkpointer:
             folder = step_folder(self.folder, progress.step)
             files: list[FileLayout] = []
             with together(self.group), commit.saving(folder):
-                files = self._lay_out(model, plan) + state_files(plan, optimizer)
+                files = self._lay_out(plan) + state_files(plan, optimizer)
             rest = self._description | index_of(files) | {STATE_FILE: progress.to_json()}
             readme = card() if dist.get_rank() == 0 else ""
             if readme:
@@ -131,9 +129,9 @@ class Checkpointer:
             text = "checkpoint: step %d copied in %.2f s, written in the background"
             logger.info(text, progress.step, time.perf_counter() - began)
 
-    def _lay_out(self, model: Model, plan: Plan) -> list[FileLayout]:
-        files = self._format.files(model, plan)
-        warn_of_sidecar(model.config, files)
+    def _lay_out(self, plan: Plan) -> list[FileLayout]:
+        files = self._format.files(plan)
+        warn_of_sidecar(plan.model.config, files)
         return files if self._carried is None else self._carried.add_to(files)
 
     def _write(

@@ -10,7 +10,7 @@ from titanlite.checkpoint.pieces import BASE, EMBEDDING
 _OUTSIDE = ("lm_head.", "mtp.")  # keys outside of the base model
 
 
-def with_base_prefix(stored: Stored, larger_prefix: str = BASE) -> Stored:
+def with_base_prefix(stored: Stored, larger_prefix: str) -> Stored:
     """Return `stored` with the native decoder's names: the prefix of the base model is added where
     it is missing, and removed once where it is doubled. If the text model is part of a larger model
     (image and text), `larger_prefix` is the prefix of its keys there.

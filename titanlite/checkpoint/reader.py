@@ -73,7 +73,7 @@ class SafetensorsReader:
         self.name = name
         self.proves_coverage = True
         self._tensors = tensors
-        self._threads = threads or count_threads()
+        self._threads = threads
 
     @classmethod
     def of_tensors(
@@ -212,9 +212,9 @@ def timed(text: str, nbytes: int) -> Generator[None]:
     logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(nbytes), seconds, rate)
 
 
-def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int) -> list[_T]:
+def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int = 0) -> list[_T]:
     """Run `jobs` and return their results; the first error cancels the rest."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(threads or count_threads(), thread_name_prefix="checkpoint") as pool:
         return list(pool.map(lambda job: job(), jobs))
 
 

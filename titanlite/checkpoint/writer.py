@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite.base.agree import get_rank_and_size
-from titanlite.base.process import count_threads
 from titanlite.checkpoint.folder import encode_header
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
 from titanlite.checkpoint.reader import (
@@ -159,7 +158,7 @@ def write_items(
                     partial(_write, descriptor, file, item, box, item.key in sums)
                     for item, box in parts
                 )
-                for summands in run_jobs(jobs, count_threads()):
+                for summands in run_jobs(jobs):
                     sums.update(summands)
                 os.fsync(descriptor)
             finally:

@@ -39,7 +39,7 @@ class Region:
 
     def overlap(self, other: "Region") -> "Region | None":
         """Return the intersection; None if it is empty."""
-        if (self.starts, self.lengths) == (other.starts, other.lengths):
+        if self == other:
             return self
         starts = tuple(map(max, self.starts, other.starts))
         lengths = tuple(

@@ -333,7 +333,7 @@ class PeftFormat(HFFormat):
         base = super().initial_sources(model)
         return [*base, adapter_checkpoint(folder, self._lora, model, self.base)]
 
-    def files(self, model: Model, plan: Plan) -> list[FileLayout]:
+    def files(self, plan: Plan) -> list[FileLayout]:
         return adapter_files(plan)
 
     def describe(
