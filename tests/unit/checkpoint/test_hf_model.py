@@ -253,6 +253,28 @@ def test_sidecar_that_does_not_fit(tmp_path):
 # ---- full-precision weights stored with the model ----
 
 
+@pytest.mark.parametrize("is_whole", [False, True], ids=["routers", "all"])
+def test_float32_stays_where_few_tensors_have_it(tmp_path, is_whole):
+    router = "mlp.gate.weight"
+    weights = weights_of(QWEN3_MOE)
+    stored = {
+        key: tensor if is_whole or key.endswith(router) else tensor.to(torch.bfloat16)
+        for key, tensor in split_experts(weights).items()
+    }
+    save(tmp_path, stored)
+    masters = {
+        f"master.{name}": tensor
+        for name, tensor in weights.items()
+        if not name.endswith(("expert_bias", router))
+    }
+    save(tmp_path, masters, "titanlite/weights.safetensors")
+    source = hf_checkpoint(tmp_path, QWEN3_MOE, exact=True)
+    entries = build_plan(build_decoder(QWEN3_MOE), [source]).entries
+    params = [entry for entry in entries if entry.info.kind == "parameter"]
+    kept = [entry.fqn for entry in params if entry.saved_dtype(torch.bfloat16) == torch.float32]
+    assert kept == [name for name in weights if name.endswith(router) and not is_whole]
+
+
 def test_exact_reads_what_the_run_had(tmp_path):
     weights = weights_of(QWEN3_MOE)
     save(

@@ -136,6 +136,20 @@ def test_tensors_larger_than_a_block(tmp_path, shape, region, dtype, monkeypatch
     )
 
 
+def test_stored_tensors_side_by_side_in_one(tmp_path):
+    """Neither is contiguous in the shard, although no value is converted."""
+    tensors = {"a": random_tensor((6, 8)), "b": random_tensor((6, 5), seed=1)}
+    (path,) = write_files(tmp_path, tensors)
+    placed = [
+        Placed(stored, pieces.Piece(key, stored.shape, Region((0, 8 * (key == "b")), stored.shape)))
+        for key, stored in read_header(path).items()
+    ]
+    region = Region((1, 3), (4, 7))
+    shard = empty(region.lengths, torch.float32)
+    SafetensorsReader("here", {"w": placed}).read([ReadRequest("w", region, shard)])
+    assert torch.equal(shard, torch.cat([*tensors.values()], dim=1)[region.slices])
+
+
 def test_only_the_files_that_are_needed_are_opened(tmp_path):
     paths = write_files(tmp_path, {"a": torch.ones(4)}, {"b": torch.ones(4, 4)})
     reader, _ = open_reader(paths)
