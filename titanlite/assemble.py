@@ -324,6 +324,7 @@ def fill(run: Run, model: Model, sources: Sequence[SourceProvider]) -> Plan:
         sources,
         seed=run.job.training.seed,
         buffer_device=run.device,
+        group=run.dims.stage_group,
         waiting=run.file_group,
     )
 

@@ -50,13 +50,15 @@ EVERY_MESH += ["CP2xTP2xEP4", "PP2xTP2xEP2"]
 
 def build(job, dtype=torch.float32):
     model = build_decoder(job.model_config, dtype)
-    shard(model, job.job, ParallelDims.build(job.degrees, "cpu"), "cpu")
-    return model
+    dims = ParallelDims.build(job.degrees, "cpu")
+    shard(model, job.job, dims, "cpu")
+    return model, dims.stage_group
 
 
 def load(job, folder, dtype=torch.float32):
-    model = build(job, dtype)
-    return model, materialize(model, "cpu", [hf_checkpoint(folder, job.model_config)])
+    model, group = build(job, dtype)
+    source = hf_checkpoint(folder, job.model_config)
+    return model, materialize(model, "cpu", [source], group=group)
 
 
 def load_and_save(jobs, source, folder, dtype):
@@ -194,7 +196,7 @@ def test_no_rank_ever_holds_more_than_its_shards(
     def rank_main():
         import threading
 
-        sharded = build(job, dtype)
+        sharded, _ = build(job, dtype)
         dist.barrier()
         peak, stop = [0], threading.Event()
 

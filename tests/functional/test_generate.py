@@ -87,7 +87,8 @@ def load(checked, references):
         model = build_decoder(job.model_config)
         dims = ParallelDims.build(job.degrees, "cpu")
         shard(model, job.job, dims, "cpu")
-        materialize(model, "cpu", [hf_checkpoint(references[family].folder, job.model_config)])
+        source = hf_checkpoint(references[family].folder, job.model_config)
+        materialize(model, "cpu", [source], group=dims.stage_group)
         return model, dims
 
     return build

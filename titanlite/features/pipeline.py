@@ -29,7 +29,7 @@ from titanlite.config import AnyModelConfig
 from titanlite.config.parallelism import Degrees
 from titanlite.data.loader import TrainLoader
 from titanlite.distributed.parallel_dims import ParallelDims
-from titanlite.materialize.layout import mark_remote, set_sharing_group
+from titanlite.materialize.layout import mark_remote
 from titanlite.materialize.sources import Source
 from titanlite.models.decoder import Decoder, LossSums
 
@@ -63,8 +63,6 @@ def apply_pipeline_parallel(model: Decoder, dims: ParallelDims, dtype: torch.dty
         backbone.norm = RemoteModule(backbone.norm, _hand_on)  # pyright: ignore[reportAttributeAccessIssue]
         model.lm_head = RemoteModule(model.lm_head, send)  # pyright: ignore[reportAttributeAccessIssue]
     model.register_forward_hook(partial(_share_logits, link=link))
-    assert dims.stage_group is not None
-    set_sharing_group(model, dims.stage_group)
 
 
 class RemoteModule(nn.Module):

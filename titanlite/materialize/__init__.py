@@ -54,6 +54,7 @@ def materialize(
     *,
     seed: int = 0,
     buffer_device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
     waiting: dist.ProcessGroup | None = None,
 ) -> Plan:
     """Give every meta tensor of `model` its value on `device`, in place, and return the plan that
@@ -71,14 +72,14 @@ def materialize(
         seed: seed of the `Init` sources.
         buffer_device: device of the buffers, by default `device`; with CPU offload buffers stay on
             the accelerator.
-        waiting: see `Plan`.
+        group, waiting: see `Plan`.
 
     Raises PlanError: a tensor has no source, two sources, or a source that does not fit; nothing
     was allocated. Raises VerifyError: `verify` found a problem. All ranks raise both.
 
     Collectives: `verify` gathers one small object over all ranks; every rank must call.
     """
-    plan = replace(build_plan(model, sources), waiting=waiting)
+    plan = replace(build_plan(model, sources), group=group, waiting=waiting)
     allocate(plan, torch.device(device), torch.device(buffer_device or device))
     fill(plan, seed)
     verify(plan)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 
@@ -153,7 +151,6 @@ class Encoding(Protocol):
 
 _ENCODING = "encoding"
 _REMOTE = "is_remote"
-_SHARING_GROUP = "sharing_group"
 
 
 def set_encoding(tensor: torch.Tensor, encoding: Encoding) -> None:
@@ -191,18 +188,6 @@ def mark_remote(tensor: torch.Tensor) -> None:
     rank's region is empty.
     """
     setattr(tensor, _REMOTE, True)
-
-
-def set_sharing_group(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Set the ranks that share the tensors which are not remote: all of them hold each plain
-    tensor, and only they hold shards of the DTensors.
-    """
-    setattr(model, _SHARING_GROUP, group)
-
-
-def get_sharing_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group that `set_sharing_group` set; None: all ranks."""
-    return getattr(model, _SHARING_GROUP, None)
 
 
 def is_remote(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,6 @@ from titanlite.materialize.layout import (
     Encoding,
     Region,
     encoding_of,
-    get_sharing_group,
     is_remote,
     local_shape_of,
     region_of,
@@ -101,7 +100,8 @@ class Plan:
 
     model: nn.Module
     entries: tuple[TensorEntry, ...]
-    # ranks that share the tensors of this rank (`layout.set_sharing_group`); None: all ranks
+    # ranks that share the tensors that are not remote: all of them hold each plain tensor, and only
+    # they hold shards of the DTensors; None: all ranks
     group: dist.ProcessGroup | None = None
     # group of all ranks with a timeout for slow reads; None: the default group
     waiting: dist.ProcessGroup | None = None
@@ -189,7 +189,7 @@ def build_plan(
                 TensorEntry(found.info, tuple(found.names), source, found.tensor, region, dtype)
             )
     raise_problems(PlanError, "materialize", problems)
-    return Plan(model, tuple(entries), get_sharing_group(model))
+    return Plan(model, tuple(entries))
 
 
 def _declarations(model: nn.Module) -> Iterator[_Claim]:
