@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,15 +49,18 @@ class _Overlap(NamedTuple):
     request: ReadRequest
     box: Region
 
-    @property
-    def is_direct(self) -> bool:
-        """Return True if the file's bytes are those of the shard: nothing is converted, and the
-        shard is in host memory.
+    def memory(self) -> memoryview | None:
+        """Return the memory of the shard into which the file's bytes can be read directly; None if
+        they must be converted, or go to a device or to several ranges.
         """
         target = self.request.destination
         is_raw = self.stored.scale is None and self.request.encoding is None
         is_same = target.device.type == "cpu" and target.dtype == self.stored.dtype
-        return is_raw and is_same and not self.piece.is_transposed
+        if self.piece.is_transposed or not (is_raw and is_same):
+            return None
+        here = self.box.within(self.request.region)
+        first, count = next(here.runs(self.request.region.lengths))
+        return bytes_of(target.view(-1)[first : first + count]) if count == here.numel else None
 
 
 class SafetensorsReader:
@@ -199,9 +202,6 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
         offset = offset + count
 
 
-_T = TypeVar("_T")
-
-
 @contextmanager
 def timed(text: str, nbytes: int) -> Generator[None]:
     """Log how fast the body reads or writes the `nbytes` of a folder."""
@@ -212,7 +212,7 @@ def timed(text: str, nbytes: int) -> Generator[None]:
     logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(nbytes), seconds, rate)
 
 
-def run_jobs(jobs: Iterable[Callable[[], _T]], threads: int = 0) -> list[_T]:
+def run_jobs(jobs: Iterable[Callable[[], Any]], threads: int = 0) -> list[Any]:
     """Run `jobs` and return their results; the first error cancels the rest."""
     with ThreadPoolExecutor(threads or count_threads(), thread_name_prefix="checkpoint") as pool:
         return list(pool.map(lambda job: job(), jobs))
@@ -222,8 +222,16 @@ def _jobs(parts: Sequence[_Overlap], files: Mapping[Path, int]) -> Iterator[Call
     """Yield jobs for the threads; each job reads one part of a stored tensor."""
     buffer = _Buffer()
     for part in parts:
-        nbytes = DIRECT_BYTES if part.is_direct else JOB_BYTES
-        elements = nbytes // part.stored.dtype.itemsize
+        size = part.stored.dtype.itemsize
+        memory = part.memory()
+        if memory is not None:
+            for box in part.box.slabs(DIRECT_BYTES // size):
+                nbytes = box.numel * size
+                runs = part.piece.runs(box)
+                yield partial(_read_runs, files, part.stored, runs, memory[:nbytes])
+                memory = memory[nbytes:]
+            continue
+        elements = JOB_BYTES // size
         if part.stored.scale is not None:
             # one byte on disk becomes four bytes of the float32 value, and four of its scale
             elements //= 8
@@ -261,18 +269,10 @@ class _Buffer(threading.local):
 
 @torch.no_grad()
 def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
-    """Read one part into the shard; into this thread's buffer first, unless the part is direct and
-    its place in the shard is contiguous.
-    """
+    """Read one part into this thread's buffer, and copy it from there into the shard."""
     stored, piece, request, _ = part
     encoding = request.encoding
     device = request.destination.device
-    here = part.box.within(request.region).slices
-    if part.is_direct:
-        place = request.destination[here]
-        if place.is_contiguous():
-            _read_runs(files, stored, piece.runs(part.box), bytes_of(place.view(-1)))
-            return
     box = piece.as_stored(part.box)
     memory = buffer.reserve(device, box.numel * stored.dtype.itemsize)
     is_adopted = (
@@ -291,7 +291,7 @@ def _read(files: Mapping[Path, int], part: _Overlap, buffer: _Buffer) -> None:
     with nullcontext() if buffer.stream is None else torch.cuda.stream(buffer.stream):
         values = values.to(device, non_blocking=True)  # cast on the GPU, at no cost
         if encoding is None:
-            request.destination[here].copy_(values)
+            request.destination[part.box.within(request.region).slices].copy_(values)
         else:
             rows = values
             if not is_adopted:
