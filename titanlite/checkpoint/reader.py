@@ -10,7 +10,6 @@ and the values are cast.
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,9 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.base.errors import CheckpointError
-from titanlite.base.log import logger
 from titanlite.base.process import count_threads
-from titanlite.base.text import format_size
 from titanlite.checkpoint import quantized
 from titanlite.checkpoint.folder import StoredTensor
 from titanlite.checkpoint.pieces import Piece, bytes_of, whole
@@ -94,13 +91,6 @@ class SafetensorsReader:
         Raises CheckpointError: a file was removed, has a different size than when its header was
         read, or cannot be read.
         """
-        stored = (part.stored for parts in self._tensors.values() for part in parts)
-        sizes = {tensor.file: tensor.file_bytes for tensor in stored}
-        with timed(f"reading {self.name}", sum(sizes.values())):
-            self.read_quietly(requests)
-
-    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
-        """Read as `read` does, without a log line."""
         parts = [part for request in requests for part in self._parts(request)]
         parts.sort(key=lambda part: (str(part.stored.file), part.stored.offset, part.box.starts))
         needed = [part.stored for part in parts]
@@ -127,32 +117,27 @@ class SafetensorsReader:
             )
 
 
-def read_quietly(reader: TensorReader, requests: Sequence[ReadRequest]) -> None:
-    """Read without log lines, if the reader can."""
-    getattr(reader, "read_quietly", reader.read)(requests)
-
-
 def read_region(
     reader: TensorReader, name: str, region: Region, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a region of a tensor in `dtype`, without log lines."""
+    """Return a region of a tensor in `dtype`."""
     values = torch.empty(region.lengths, dtype=dtype)
-    read_quietly(reader, [ReadRequest(name, region, values)])
+    reader.read([ReadRequest(name, region, values)])
     return values
 
 
 def read_whole(
     name: str, stored: Sequence[StoredTensor], dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
-    """Return whole stored tensors by key, without log lines; quantized ones are dequantized to
-    `dtype`. `name` is for messages.
+    """Return whole stored tensors by key; quantized ones are dequantized to `dtype`. `name` is for
+    messages.
     """
     values = {
         tensor.key: torch.empty(tensor.shape, dtype=tensor.dtype if tensor.scale is None else dtype)
         for tensor in stored
     }
     requests = [ReadRequest(key, region_of(value), value) for key, value in values.items()]
-    SafetensorsReader.of_tensors(name, stored).read_quietly(requests)
+    SafetensorsReader.of_tensors(name, stored).read(requests)
     return values
 
 
@@ -200,16 +185,6 @@ def read_bytes(files: Mapping[Path, int], file: Path, view: memoryview, offset: 
             )
         view = view[count:]
         offset = offset + count
-
-
-@contextmanager
-def timed(text: str, nbytes: int) -> Generator[None]:
-    """Log how fast the body reads or writes the `nbytes` of a folder."""
-    start = time.perf_counter()
-    yield
-    seconds = max(time.perf_counter() - start, 1e-9)
-    rate = nbytes / 1e9 / seconds
-    logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(nbytes), seconds, rate)
 
 
 def run_jobs(jobs: Iterable[Callable[[], Any]], threads: int = 0) -> list[Any]:

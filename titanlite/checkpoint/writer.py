@@ -24,10 +24,10 @@ from titanlite.checkpoint.reader import (
     DIRECT_BYTES,
     JOB_BYTES,
     run_jobs,
-    timed,
 )
 from titanlite.materialize import Region, assign_owners, local_of, region_of
 from titanlite.materialize.digest import bytes_in, digest
+from titanlite.materialize.execute import timed
 
 FILE_BYTES = 4 * 1024**3
 _ADLER_BASE = 65521

@@ -2,8 +2,10 @@
 and then are written once from their source.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.base.agree import gather_objects, merge_problems, together
 from titanlite.base.errors import PlanError, VerifyError, raise_problems
+from titanlite.base.log import logger
 from titanlite.base.process import count_threads
-from titanlite.base.text import list_names
+from titanlite.base.text import format_size, list_names
 from titanlite.materialize.digest import bytes_in, digest
 from titanlite.materialize.layout import (
     Region,
@@ -188,10 +191,22 @@ def read_tensors(reads: Sequence[tuple[torch.Tensor, Read]], plan: Plan) -> None
                 ReadRequest(source.name, region_of(tensor), local_of(tensor), encoding_of(tensor))
             )
     if reads:
-        with together(plan.waiting):
+        names = dict.fromkeys(source.reader.name for _, source in reads)
+        nbytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor, _ in reads)
+        with together(plan.waiting), timed(f"reading {', '.join(names)}", nbytes):
             for reader, of_reader in requests.values():
                 reader.read(of_reader)
         broadcast(replicas)
+
+
+@contextmanager
+def timed(text: str, nbytes: int) -> Generator[None]:
+    """Log how fast the body reads or writes `nbytes`."""
+    start = time.perf_counter()
+    yield
+    seconds = max(time.perf_counter() - start, 1e-9)
+    rate = nbytes / 1e9 / seconds
+    logger.info("checkpoint: %s: %s in %.1f s, %.2f GB/s", text, format_size(nbytes), seconds, rate)
 
 
 @torch.no_grad()

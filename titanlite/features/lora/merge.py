@@ -12,7 +12,7 @@ import torch
 from titanlite.base.errors import CheckpointError, raise_problems
 from titanlite.checkpoint.folder import Stored
 from titanlite.checkpoint.pieces import whole
-from titanlite.checkpoint.reader import read_quietly, read_region
+from titanlite.checkpoint.reader import read_region
 from titanlite.features.lora.peft_format import (
     PREFIX,
     AdapterCheckpoint,
@@ -174,9 +174,7 @@ class _MergingReader:
         self._corrections = corrections
 
     def read(self, requests: Sequence[ReadRequest]) -> None:
-        read_quietly(
-            self._inner, [request for request in requests if request.name not in self._corrections]
-        )
+        self._inner.read([request for request in requests if request.name not in self._corrections])
         for request in requests:
             if request.name not in self._corrections:
                 continue

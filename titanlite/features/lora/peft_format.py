@@ -291,7 +291,7 @@ class _AdapterReader(SafetensorsReader):
         super().__init__(name, tensors)
         self.places: dict[str, AdapterPlace] = {}
 
-    def read_quietly(self, requests: Sequence[ReadRequest]) -> None:
+    def read(self, requests: Sequence[ReadRequest]) -> None:
         inner = list[ReadRequest]()
         staged = list[tuple[torch.Tensor, torch.Tensor]]()
         for request in requests:
@@ -300,7 +300,7 @@ class _AdapterReader(SafetensorsReader):
             values = view.contiguous()  # the destination itself if the order of dims is the same
             staged += [] if values is view else [(view, values)]
             inner.append(ReadRequest(request.name, place.stored_region(request.region), values))
-        super().read_quietly(inner)
+        super().read(inner)
         for view, values in staged:
             view.copy_(values)
 
