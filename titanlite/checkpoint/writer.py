@@ -31,6 +31,7 @@ from titanlite.materialize.execute import timed
 
 FILE_BYTES = 4 * 1024**3
 _ADLER_BASE = 65521
+# The sums of a file's Adler-32: of its bytes, and of its bytes times their distances from the end.
 _ADLER_SUMS = ("bytes", "places")
 _Identity = tuple[int, torch.dtype, torch.Size]
 _Copies = dict[_Identity, torch.Tensor]
@@ -217,7 +218,7 @@ def checksum(file: FileLayout, sums: Mapping[Hashable, int]) -> str:
 
 
 def _adler_sums(file: FileLayout, view: memoryview, end: int) -> dict[Hashable, int]:
-    """Return the summands of a part of `file`, the bytes before `end`."""
+    """Return the summands of `view`, a part of `file` that ends before byte `end`."""
     value = zlib.adler32(view, 0)
     plain = value & 0xFFFF
     weighted = (value >> 16) + (file.nbytes - end) * plain
