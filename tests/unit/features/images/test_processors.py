@@ -152,7 +152,7 @@ FAMILIES = {
 
 def write_rows(folder):
     """Two chats, of one image and of two turns with one each; no two are of one size."""
-    images = [Image.effect_noise(size, 90).convert("RGB") for size in ((10, 12), (20, 9), (16, 16))]
+    images = [Image.effect_noise(size, 90).convert("RGB") for size in ((20, 9), (10, 12), (16, 16))]
     for i, image in enumerate(images):
         image.save(folder / f"{i}.png")
 
