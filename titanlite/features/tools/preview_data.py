@@ -6,7 +6,8 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -137,14 +138,12 @@ class Painter:
         return f"{begin}\n{hidden}\n{end}".rstrip("\n")
 
     def _paint(self, ids: list[int], trained: list[bool]) -> str:
-        if not ids:
-            return ""
         opening, closing = _COLOR if self.color else _PLAIN
-        cuts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
         text = ""
-        for start, stop in pairwise(cuts):
-            part = escape_controls(str(self.tokenizer.decode(ids[start:stop])))
-            text += f"{opening}{part}{closing}" if trained[start] else part
+        for is_trained, run in groupby(zip(ids, trained, strict=True), key=itemgetter(1)):
+            decoded = self.tokenizer.decode([token for token, _ in run])
+            part = escape_controls(str(decoded))
+            text += f"{opening}{part}{closing}" if is_trained else part
         return "\n".join(f"    {line}".rstrip() for line in text.split("\n"))
 
 

@@ -1,11 +1,13 @@
 """`python -m titanlite data`."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from unit.data.templates import CHATML
 
 from titanlite.__main__ import main
+from titanlite.features.tools.preview_data import Painter
 
 _CONFIG = """
 [model]
@@ -121,3 +123,10 @@ def test_stream(preview):
 def test_what_the_run_would_refuse(preview, rows, arguments, said):
     code, out, err = preview(rows, *arguments)
     assert code == 2 and "sample 1" not in out and said in err
+
+
+def test_control_characters_of_a_text_do_not_reach_the_terminal():
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    painter = Painter(tokenizer, color=False, max_tokens=0)
+    shown = painter([*b"a\x1b[31m", ord("b")], [False] * 6 + [True])
+    assert "\x1b" not in shown and shown.startswith("    a") and shown.endswith("[[b]]")
