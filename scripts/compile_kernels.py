@@ -110,7 +110,7 @@ def cases(arch: int) -> Iterator[Case]:
                     "swiglu": kernels.SWIGLU,
                     "swiglu_backward": kernels.SWIGLU_BACKWARD,
                 }.get(name, kernels.PLAIN)
-                gathers = (False, True) if epilogue else (name == "gemm_gather",)
+                gathers = (False, True) if epilogue else (False,)
                 tile = tiles[name] if tma else launch.without_tma(name, tiles[name])
                 for gather in gathers:
                     # Forward reads a weight whose reduction dim is contiguous, the input's gradient

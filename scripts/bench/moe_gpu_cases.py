@@ -378,11 +378,6 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
         ),
         fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token)),
         fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token)),
-        fused(
-            "gather + gate_up",
-            up,
-            lambda c: launch.row_grouped_gemm(c.x, c.gate_up.mT, offsets, token),
-        ),
     ]
     return {gemm.name: gemm for gemm in listed}
 

@@ -34,7 +34,6 @@ USES = {
     "wgrad_gather": ("gather + wgrad gate_up", "gather + wgrad down"),
     "gemm": ("forward down", "dgrad gate_up"),
     "wgrad": ("wgrad gate_up", "wgrad down"),
-    "gemm_gather": ("gather + gate_up",),
     "gemm_few_rows": ("forward down", "dgrad gate_up"),
 }
 

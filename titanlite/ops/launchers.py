@@ -50,7 +50,6 @@ TILES = {
     "large": {
         "gemm": Tile(128, 256, 64, 8, 4, 1),
         "gemm_few_rows": Tile(64, 128, 64, 4, 4, 2),
-        "gemm_gather": Tile(128, 256, 64, 8, 3, 1),
         "swiglu": Tile(128, 128, 64, 8, 4, 1),
         "swiglu_backward": Tile(128, 128, 64, 8, 5, 1),
         "wgrad": Tile(128, 256, 64, 8, 3, 1),
@@ -59,18 +58,15 @@ TILES = {
     "small": {
         "gemm": Tile(128, 128, 32, 8, 4, 1),
         "gemm_few_rows": Tile(64, 64, 32, 4, 4, 2),
-        "gemm_gather": Tile(128, 128, 32, 8, 4, 1),
         "swiglu": Tile(128, 64, 32, 8, 4, 1),
         "swiglu_backward": Tile(128, 64, 32, 8, 4, 1),
         "wgrad": Tile(128, 64, 32, 8, 4, 1),
         "wgrad_gather": Tile(128, 64, 32, 8, 5, 1),
     },
     "float32": {
-        # With 4 warps these spill 8 bytes with Triton 3.6; with 8 warps, the gathering one spills
-        # with 3.9.
+        # with 4 warps these spill 8 bytes with Triton 3.6
         "gemm": Tile(64, 64, 32, 8, 3, 2),
         "gemm_few_rows": Tile(64, 64, 32, 8, 3, 2),
-        "gemm_gather": Tile(64, 32, 32, 4, 3, 2),
         "swiglu": Tile(64, 32, 32, 4, 3, 2),
         "swiglu_backward": Tile(64, 32, 32, 4, 3, 2),
         "wgrad": Tile(64, 64, 32, 4, 3, 2),
@@ -104,22 +100,17 @@ def next_power_of_2(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def row_grouped_gemm(
-    x: Tensor, weight_EKN: Tensor, offsets_E: Tensor, rows_M: Tensor | None = None
-) -> Tensor:
-    """Return y[m] = x[m or rows[m]] @ weight[group of m], (M, N); rows after the last group are
-    zero.
+def row_grouped_gemm(x: Tensor, weight_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Return y[m] = x[m] @ weight[group of m], (M, N); rows after the last group are zero.
 
     Args:
-        x: (M, K), or (T, K) with `rows_M`; K has stride 1.
+        x: (M, K); K has stride 1.
         weight_EKN: (E, K, N); K or N has stride 1.
         offsets_E: (E,) int32.
-        rows_M: (M,) int32 row of `x` for each m.
     """
-    M = _num_rows(x, rows_M)
     N = weight_EKN.shape[2]
-    y = x.new_empty(M, N)
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, PLAIN, N, y=y)
+    y = x.new_empty(x.shape[0], N)
+    _launch_rows(x, weight_EKN, offsets_E, None, PLAIN, N, y=y)
     return y
 
 
@@ -263,9 +254,7 @@ def _launch_rows(
         x = x.index_select(0, rows)
         rows = None
     kernel = _EPILOGUES.get(epilogue, "gemm")
-    if epilogue == PLAIN and rows is not None:
-        kernel = "gemm_gather"
-    elif epilogue == PLAIN and M // E <= _FEW_ROWS:
+    if epilogue == PLAIN and M // E <= _FEW_ROWS:
         kernel = "gemm_few_rows"
     k_major = weight.stride(1) == 1
     stored = weight.mT if k_major else weight
