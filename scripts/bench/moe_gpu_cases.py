@@ -336,6 +336,11 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
     shape, offsets, slices, token = inputs.shape, inputs.offsets, inputs.slices, inputs.token32
     up = gemm_flops(inputs.num_rows, shape.hidden, 2 * shape.width)
 
+    def reduce(x: torch.Tensor, dy: torch.Tensor, *rows: torch.Tensor | None) -> torch.Tensor:
+        dw = x.new_empty(len(offsets), dy.shape[1], x.shape[1])
+        launch.grouped_mm_wgrad_into(x, dy, offsets, dw, False, *rows)
+        return dw.mT
+
     def rows(
         name: str, flops: int, x: Callable[[Copy], Any], weight: Callable[[Copy], Any]
     ) -> Gemm:
@@ -348,7 +353,7 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
 
     def wgrad(name: str, flops: int, x: Callable[[Copy], Any], dy: Callable[[Copy], Any]) -> Gemm:
         ways = {
-            OURS: lambda c: launch.reduction_grouped_gemm(x(c), dy(c), offsets),
+            OURS: lambda c: reduce(x(c), dy(c)),
             TORCH: lambda c: grouped_mm(dy(c).mT, x(c), offsets).mT,
             LOOP: lambda c: loop_wgrad(x(c), dy(c), slices),
         }
@@ -357,8 +362,7 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
     def fused(name: str, flops: int, way: Callable[[Copy], Any]) -> Gemm:
         return Gemm(name, flops, {OURS: way})
 
-    swiglu, swiglu_backward = launch.row_grouped_swiglu, launch.row_grouped_swiglu_backward
-    reduce = launch.reduction_grouped_gemm
+    swiglu, swiglu_backward = launch.gather_swiglu, launch.gather_swiglu_backward
     listed = [
         rows("forward gate_up", up, lambda c: c.rows_x, lambda c: c.gate_up.mT),
         rows("forward down", up // 2, lambda c: c.h, lambda c: c.down.mT),
@@ -369,15 +373,15 @@ def gemms(inputs: Inputs) -> dict[str, Gemm]:
         fused(
             "gather + gate_up + SwiGLU",
             up,
-            lambda c: swiglu(c.x, c.gate_up.mT, offsets, token, c.row_weight, keep=True),
+            lambda c: swiglu(c.x, c.gate_up, c.row_weight, token, offsets, keep=True),
         ),
         fused(
             "gather + dgrad down + dSwiGLU",
             up // 2,
-            lambda c: swiglu_backward(c.dout, c.down, offsets, token, c.row_weight, c.z),
+            lambda c: swiglu_backward(c.dout, c.down, c.row_weight, token, offsets, c.z),
         ),
-        fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, offsets, token)),
-        fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, offsets, None, token)),
+        fused("gather + wgrad gate_up", up, lambda c: reduce(c.x, c.z, token)),
+        fused("gather + wgrad down", up // 2, lambda c: reduce(c.h, c.dout, None, token)),
     ]
     return {gemm.name: gemm for gemm in listed}
 

@@ -26,7 +26,13 @@ from titanlite.ops import launchers as kernels
 from titanlite.ops.attention import attention, build_attention_mask
 from titanlite.ops.delta_inputs import delta_inputs
 from titanlite.ops.gated_delta import find_triton_problem, gated_delta_rule, l2_norm
-from titanlite.ops.matmul import keep_float32, linear_each, sum_over_rows, wide_linear
+from titanlite.ops.matmul import (
+    grouped_mm_wgrad,
+    keep_float32,
+    linear_each,
+    sum_over_rows,
+    wide_linear,
+)
 from titanlite.ops.moe_experts import gather_sum
 
 # torch reads this variable once in a process, at the first matmul, which may be in a test without
@@ -250,19 +256,18 @@ def test_gathered_rows_give_the_bits_of_copied_ones_in_every_run(monkeypatch):
     _, token, rows, offsets = group_by_expert(chosen, num_experts)
     weight = torch.rand(tokens * top_k, device="cuda")
     copied_x, copied_dout = (permute_tokens(t, token, rows) for t in (x, dout))
-    _, z = kernels.row_grouped_swiglu(copied_x, gate_up.mT, offsets, None, weight, keep=True)
-    assert z is not None
+    _, z = kernels.gather_swiglu(copied_x, gate_up, weight, None, offsets, keep=True)
     for table in ("large", "blackwell"):
         monkeypatch.setitem(kernels.TILES[table], "wgrad_gather", kernels.TILES[table]["wgrad"])
 
     def products(x, dout, token):
-        h, kept = kernels.row_grouped_swiglu(x, gate_up.mT, offsets, token, weight, keep=True)
-        assert kept is not None
-        dz, *others = kernels.row_grouped_swiglu_backward(dout, down, offsets, token, weight, z)
+        h, kept = kernels.gather_swiglu(x, gate_up, weight, token, offsets, keep=True)
+        dz, *others = kernels.gather_swiglu_backward(dout, down, weight, token, offsets, z)
+        dgate_up = torch.empty_like(gate_up)
         with monkeypatch.context() as patch:
             if token is not None:  # or rows would be copied for TMA
                 patch.setattr(kernels, "_tma_fits", lambda *tensors: False)
-            dgate_up = kernels.reduction_grouped_gemm(x, dz, offsets, token)
+            kernels.grouped_mm_wgrad_into(x, dz, offsets, dgate_up, False, token)
         return [h, kept, dz, *others, dgate_up]
 
     expected = products(copied_x, copied_dout, None)
@@ -442,15 +447,14 @@ def test_tensors_of_more_than_two_to_the_31_elements():
     bound = 5e-3  # rounding to bfloat16 alone gives 1.7e-3
     y = kernels.row_grouped_gemm(x, weight.mT, offsets)
     assert relative_error(y[-last:], tail @ end.T) < bound
-    dw = kernels.reduction_grouped_gemm(x, dy, offsets)
+    dw = grouped_mm_wgrad(x, dy, offsets, True, "triton")
     assert relative_error(dw[3], tail.T @ dy_tail) < bound
     dx = kernels.row_grouped_gemm(dy, weight, offsets)
     assert relative_error(dx[-last:], dy_tail @ end) < bound
     del dx
-    _, z = kernels.row_grouped_swiglu(
-        x, gate_up.mT, offsets, None, torch.ones(rows, device="cuda"), keep=True
-    )
-    assert z is not None and relative_error(z[-last:], tail @ gate_up[3].double().T) < bound
+    ones = torch.ones(rows, device="cuda")
+    _, z = kernels.gather_swiglu(x, gate_up, ones, None, offsets, keep=True)
+    assert relative_error(z[-last:], tail @ gate_up[3].double().T) < bound
 
 
 def test_a_kernel_can_be_the_first_of_its_thread():

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from titanlite.ops import kernels_triton
 from titanlite.ops.kernels_triton import PLAIN, SWIGLU, SWIGLU_BACKWARD
 from titanlite.ops.matmul import has_fences
+from titanlite.ops.moe_experts import empty_swiglu
 
 # `kernel[grid](...)` takes options in addition to the kernel's own arguments, which its static type
 # does not know.
@@ -114,78 +115,69 @@ def row_grouped_gemm(x: Tensor, weight_EKN: Tensor, offsets_E: Tensor) -> Tensor
     return y
 
 
-def row_grouped_swiglu(
+def gather_swiglu(
     x: Tensor,
-    weight_EKN: Tensor,
-    offsets_E: Tensor,
-    rows_M: Tensor | None,
-    row_weight_M: Tensor,
-    *,
+    gate_up: Tensor,
+    row_weight: Tensor,
+    token: Tensor | None,
+    offsets: Tensor,
     keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return (h, z): z = [gate | up] = x @ weight, (M, 2 I), if `keep`; h = silu(gate) * up *
-    row_weight, (M, I).
+) -> tuple[Tensor, Tensor]:
+    """Return the operator's results: z = [gate | up] = x[token] @ gate_up^T, and h = silu(gate) *
+    up * row_weight. Without `token`, x has the rows themselves.
     """
-    M = _num_rows(x, rows_M)
-    inner = weight_EKN.shape[2] // 2
-    h = x.new_empty(M, inner)
-    z = x.new_empty(M, 2 * inner) if keep else None
-    _launch_rows(x, weight_EKN, offsets_E, rows_M, SWIGLU, inner, z=z, h=h, row_weight=row_weight_M)
+    h, z = empty_swiglu(x, gate_up, row_weight, token, offsets, keep)
+    out = {"z": z if keep else None, "h": h, "row_weight": row_weight}
+    _launch_rows(x, gate_up.mT, offsets, token, SWIGLU, h.shape[1], **out)
     return h, z
 
 
-def row_grouped_swiglu_backward(
-    dy: Tensor,
-    weight_EKN: Tensor,
-    offsets_E: Tensor,
-    rows_M: Tensor | None,
-    row_weight_M: Tensor,
-    z_M2I: Tensor,
+def gather_swiglu_backward(
+    dout: Tensor,
+    down: Tensor,
+    row_weight: Tensor,
+    token: Tensor | None,
+    offsets: Tensor,
+    z: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dz, h, drow_weight) from the gradient of h / row_weight, `dy[rows] @ weight`; weight
-    (E, D, I).
-    """
-    M = _num_rows(dy, rows_M)
-    inner = weight_EKN.shape[2]
-    tile = _tile_of("swiglu_backward", dy, tma=_tma_fits(weight_EKN))
-    dz = dy.new_empty(M, 2 * inner)
-    h = dy.new_empty(M, inner)
-    parts = torch.empty(M, -(-inner // tile.cols), dtype=torch.float32, device=dy.device)
-    out = {"y": dz, "z": z_M2I, "h": h, "row_weight": row_weight_M, "drow_weight": parts}
-    _launch_rows(dy, weight_EKN, offsets_E, rows_M, SWIGLU_BACKWARD, inner, **out)
+    """Return the operator's results, from the gradient of h / row_weight, `dout[token] @ down`."""
+    rows, inner = z.shape[0], down.shape[2]
+    tile = _tile_of("swiglu_backward", dout, tma=_tma_fits(down))
+    dz = z.new_empty(z.shape)
+    h = z.new_empty(rows, inner)
+    parts = torch.empty(rows, cdiv(inner, tile.cols), dtype=torch.float32, device=z.device)
+    out = {"y": dz, "z": z, "h": h, "row_weight": row_weight, "drow_weight": parts}
+    _launch_rows(dout, down, offsets, token, SWIGLU_BACKWARD, inner, **out)
     return dz, h, parts.sum(dim=1)
 
 
-def reduction_grouped_gemm(
+def grouped_mm_wgrad_into(
     x: Tensor,
     dy: Tensor,
-    offsets_E: Tensor,
-    x_rows_M: Tensor | None = None,
-    dy_rows_M: Tensor | None = None,
-    *,
-    k_major: bool = True,
-    out: Tensor | None = None,
-    adds: bool = False,
-) -> Tensor:
-    """Return dweight[e] = x_e^T @ dy_e, (E, K, N), stored as (E, N, K) if `k_major`; both operands
-    may be gathered. If `out`, a float32 tensor, is given, the result is written there or, with
-    `adds`, added to it.
+    offsets: Tensor,
+    total_ENK: Tensor,
+    adds: bool,
+    x_rows: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+) -> None:
+    """Write the gradient of weights, dy_e^T @ x_e (E, N, K), to `total` or, with `adds`, add it to
+    `total`, which is then float32. Both operands may be gathered.
     """
-    E, K, N = offsets_E.shape[0], x.shape[1], dy.shape[1]
-    if out is None:
-        out = x.new_empty((E, N, K)).mT if k_major else x.new_empty((E, K, N))
-    dw = out
+    E, K, N = offsets.shape[0], x.shape[1], dy.shape[1]
+    dw = total_ENK.mT
     if not x.shape[0] or not dy.shape[0] or not dw.numel():
-        return dw if adds else dw.zero_()
+        if not adds:
+            dw.zero_()
+        return
     unfenced = _is_unfenced(x)
     # On an H200, TMA gains more than a copy costs: 519 instead of 380 TFLOP/s.
     if unfenced or _tma_fits(x, dy):
-        if x_rows_M is not None:
-            x = x.index_select(0, x_rows_M)
-        if dy_rows_M is not None:
-            dy = dy.index_select(0, dy_rows_M)
-        x_rows_M = dy_rows_M = None
-    gathered = x_rows_M is not None or dy_rows_M is not None
+        if x_rows is not None:
+            x = x.index_select(0, x_rows)
+        if dy_rows is not None:
+            dy = dy.index_select(0, dy_rows)
+        x_rows = dy_rows = None
+    gathered = x_rows is not None or dy_rows is not None
     tile = _tile_of("wgrad_gather" if gathered else "wgrad", x)
     tma = not gathered and _tma_fits(x, dy)
     operands: list[Any] = [x, dy]
@@ -200,23 +192,7 @@ def reduction_grouped_gemm(
     constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
     with device_of(x):
         grid = (min(programs, _most_programs(x, tile)),)
-        _kernels.wgrad_kernel[grid](
-            *operands, dw, x_rows_M, dy_rows_M, offsets_E, *sizes, **constants
-        )
-    return dw
-
-
-def grouped_mm_wgrad_into(
-    x: Tensor,
-    dy: Tensor,
-    offsets: Tensor,
-    total_ENK: Tensor,
-    adds: bool,
-    x_rows: Tensor | None,
-    dy_rows: Tensor | None,
-) -> None:
-    """Write the gradient of weights (E, N, K) to `total`, or add it there."""
-    reduction_grouped_gemm(x, dy, offsets, x_rows, dy_rows, out=total_ENK.mT, adds=adds)
+        _kernels.wgrad_kernel[grid](*operands, dw, x_rows, dy_rows, offsets, *sizes, **constants)
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
@@ -246,7 +222,7 @@ def _launch_rows(
     **out: Tensor | None,
 ) -> None:
     E, K, _ = weight.shape
-    M = _num_rows(x, rows)
+    M = len(x if rows is None else rows)
     if not M or not N:
         return
     unfenced = _is_unfenced(x)
@@ -343,10 +319,6 @@ def _properties(device: torch.device) -> Any:
     ms.
     """
     return torch.cuda.get_device_properties(device)
-
-
-def _num_rows(x: Tensor, rows: Tensor | None) -> int:
-    return x.shape[0] if rows is None else rows.shape[0]
 
 
 def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:

@@ -308,38 +308,22 @@ grouped_mm_wgrad_into = define_operator(
 )
 
 
-def _like_weight(
-    x: Any,
-    dy: Any,
-    offsets: Any,
-    k_major: bool,
-    backend: str,
-    x_rows: Any = None,
-    dy_rows: Any = None,
-) -> Any:
+def _empty_gradient(x: Any, dy: Any, offsets: Any, k_major: bool, backend: str) -> Any:
     num_experts, k, n = offsets.shape[0], x.shape[1], dy.shape[1]
     return x.new_empty(num_experts, n, k).mT if k_major else x.new_empty(num_experts, k, n)
 
 
-@operator(fake=_like_weight)
+@operator(fake=_empty_gradient)
 def grouped_mm_wgrad(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    offsets: torch.Tensor,
-    k_major: bool,
-    backend: str,
-    x_rows: torch.Tensor | None = None,
-    dy_rows: torch.Tensor | None = None,
+    x: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, k_major: bool, backend: str
 ) -> torch.Tensor:
     """Return dweight[e] = x_e^T @ dy_e, (E, K, N); stored as (E, N, K) with `k_major`, as the
     weight is.
-
-    With rows, int32, `triton` gathers these rows of x or dy.
     """
     if backend == "triton":
-        return get_launchers().reduction_grouped_gemm(
-            x, dy, offsets, x_rows, dy_rows, k_major=k_major
-        )
+        dw = _empty_gradient(x, dy, offsets, k_major, backend)
+        get_launchers().grouped_mm_wgrad_into(x, dy, offsets, dw.mT, adds=False)
+        return dw
     left, right = (dy, x) if k_major else (x, dy)
     if _use_torch_kernel(x, dy):
         dw = F.grouped_mm(left.mT, right, offs=offsets)

@@ -23,10 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.ops.elementwise import swiglu
-from titanlite.ops.kernels import define_operator, operator
+from titanlite.ops.kernels import define_operator
 from titanlite.ops.matmul import (
     GroupedGemmBackend,
-    get_launchers,
     grouped_gemm,
     grouped_mm,
     grouped_mm_wgrad,
@@ -212,14 +211,16 @@ class _Experts(torch.autograd.Function):
         return dx, dgate_up, ddown, drow_weight, *[None] * 6
 
 
-def _sum_gradient(find_total: Any, x: Any, dy: Any, offsets: Any, *rows: Any) -> Tensor | None:
+def _sum_gradient(find_total: Any, x: Tensor, dy: Tensor, offsets: Tensor, *rows: Any) -> Any:
     """Return the gradient of a weight, or write it into the tensor from `find_total` and return
     None.
     """
-    if find_total is None:
-        return grouped_mm_wgrad(x, dy, offsets, True, "triton", *rows).mT
-    grouped_mm_wgrad_into(x, dy, offsets, *find_total(), *rows)
-    return None
+    if find_total is not None:
+        grouped_mm_wgrad_into(x, dy, offsets, *find_total(), *rows)
+        return None
+    total = x.new_empty(len(offsets), dy.shape[1], x.shape[1])
+    grouped_mm_wgrad_into(x, dy, offsets, total, False, *rows)
+    return total
 
 
 class _Results(torch.autograd.Function):
@@ -236,36 +237,35 @@ class _Results(torch.autograd.Function):
         return dout, None, None, None, None
 
 
-def _like_rows(x: Any, gate_up: Any, row_weight: Any, token: Any, offsets: Any, keep: bool) -> Any:
-    rows, width = token.shape[0], gate_up.shape[1]
+def empty_swiglu(
+    x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Any, offsets: Any, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `gather_swiglu` without data."""
+    rows, width = row_weight.shape[0], gate_up.shape[1]
     return x.new_empty(rows, width // 2), x.new_empty(rows if keep else 0, width)
 
 
-def _like_gradients(dout: Any, down: Any, row_weight: Any, token: Any, offsets: Any, z: Any) -> Any:
-    return (
-        torch.empty_like(z),
-        z.new_empty(len(z), z.shape[1] // 2),
-        torch.empty_like(row_weight, dtype=torch.float32),
-    )
+def _empty_gradients(*operands: Tensor) -> tuple[Tensor, ...]:
+    *_, row_weight, _, _, z = operands
+    h = z.new_empty(z.shape[0], z.shape[1] // 2)
+    return torch.empty_like(z), h, torch.empty_like(row_weight, dtype=torch.float32)
 
 
-@operator(fake=_like_rows)
-def gather_swiglu(
-    x: Tensor, gate_up: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, keep: bool
-) -> tuple[Tensor, Tensor]:
-    """Return (h, z) by Triton: h (R, I) from z (R, 2 I), multiplied by the row's weight; z is empty
-    unless `keep`.
-    """
-    h, z = get_launchers().row_grouped_swiglu(x, gate_up.mT, offsets, token, row_weight, keep=keep)
-    return h, x.new_empty(0, 2 * h.shape[1]) if z is None else z
-
-
-@operator(fake=_like_gradients)
-def gather_swiglu_backward(
-    dout: Tensor, down: Tensor, row_weight: Tensor, token: Tensor, offsets: Tensor, z: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dz, h, drow_weight) by Triton; the last one in float32."""
-    return get_launchers().row_grouped_swiglu_backward(dout, down, offsets, token, row_weight, z)
+_LAUNCHERS = "titanlite.ops.launchers"
+# (h, z): h (R, I) from z (R, 2 I), multiplied by the row's weight; z is empty unless `keep`.
+gather_swiglu = define_operator(
+    "gather_swiglu(Tensor x, Tensor gate_up, Tensor row_weight, Tensor token, Tensor offsets,"
+    " bool keep) -> (Tensor, Tensor)",
+    _LAUNCHERS,
+    empty_swiglu,
+)
+# (dz, h, drow_weight); the last one is float32.
+gather_swiglu_backward = define_operator(
+    "gather_swiglu_backward(Tensor dout, Tensor down, Tensor row_weight, Tensor token,"
+    " Tensor offsets, Tensor z) -> (Tensor, Tensor, Tensor)",
+    _LAUNCHERS,
+    _empty_gradients,
+)
 
 
 @register_flop_formula(torch.ops.titanlite.gather_swiglu)

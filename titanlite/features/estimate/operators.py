@@ -198,8 +198,7 @@ def _written(func: Any) -> dict[str, bool]:
 # Numbers of kernels, for operators that launch several. A kernel over many tensors counts as one.
 _KERNELS = {
     "titanlite::gather_swiglu_backward": 2,  # the second sums over columns
-    "titanlite::grouped_mm_wgrad": 2,  # the second copies rows
-    "titanlite::grouped_mm_wgrad_into": 2,
+    "titanlite::grouped_mm_wgrad_into": 2,  # the second copies rows
     "titanlite::planned_rms_norm_backward": 2,
     "titanlite::add_norm_backward": 2,  # the second sums the weight's parts
     "titanlite::gated_norm_backward": 2,
@@ -366,7 +365,7 @@ def _copied_rows(args: tuple[Any, ...], out: Any) -> int:
 
 
 _INSIDE = {
-    _own.grouped_mm_wgrad.default: _copied_rows,
+    _own.grouped_mm_wgrad_into.default: _copied_rows,
     _own.all_gather.default: _pieces,
     _own.reduce_scatter.default: _pieces,
     _FLASH_BACKWARD: _flash_backward_inside,
