@@ -193,8 +193,8 @@ def _elementwise(dtype: str) -> Iterator[Case]:
     swiglu = {"": {"BLOCK": elementwise.SWIGLU_BLOCK}}
     forward_only = {"plain ": heads[""] | no_weights}
     for name, variants in {
-        "add_norm": norms | {"alone ": norms["2048 "] | {"update_ptr": None}},
-        "add_norm_backward": norms | {"alone ": norms["2048 "] | {"dtotal_ptr": None}},
+        "add_norm": norms,
+        "add_norm_backward": norms,
         "gated_norm": {"": gate},
         "gated_norm_backward": {"": gate},
         "rotate_heads": heads | forward_only,

@@ -15,10 +15,9 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.kernels import find_stand_in, kernel_device, operator
+from titanlite.ops.kernels import differentiate, find_stand_in, kernel_device, operator
 
 AttentionBackend = Literal["sdpa", "varlen"]
 # The kernel always accepts grouped heads; torch 2.12 and newer require an argument for them.
@@ -203,7 +202,7 @@ def varlen_attention(
             **_GROUPED,
         )
     else:
-        out_THK = _AttendWithSinks.apply(
+        (out_THK,) = _attend_with_sinks(
             q_THK, k_TGK, v_TGK, sinks_H, starts_N1, bound, scale, window_size
         )
     return cast(torch.Tensor, out_THK).view(q_BSHK.shape)[..., :width]
@@ -217,20 +216,6 @@ def _like_results(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.
 
 def _like_gradients(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *rest: Any):
     return tuple(x.new_empty(x.shape) for x in (query, key, value, rest[0]))
-
-
-class _AttendWithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *operands: Any) -> torch.Tensor:
-        query, key, value, sinks, starts, *ctx.options = operands
-        results = sink_attention(*operands)
-        ctx.save_for_backward(query, key, value, *results, sinks, starts)
-        return results[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return *sink_attention_backward(grad, *ctx.saved_tensors, *ctx.options), *[None] * 4
 
 
 @operator(fake=_like_results)
@@ -286,6 +271,25 @@ def sink_attention_backward(
     taken_HT = (grad.to(lse.dtype) * out).sum(-1).T
     weights_HT = (sinks.to(lse.dtype).unsqueeze(1) - lse).exp()
     return dq, dk, dv, (weights_HT * taken_HT).sum(-1).neg().to(sinks.dtype)
+
+
+_attend_with_sinks = differentiate(
+    sink_attention,
+    sink_attention_backward,
+    num_kept=1,
+    saves=lambda query, key, value, sinks, starts, bound, scale, window, out, lse: (
+        query,
+        key,
+        value,
+        out,
+        lse,
+        sinks,
+        starts,
+        bound,
+        scale,
+        window,
+    ),
+)
 
 
 # Operators that compute attention and, for their derivatives, the logarithm of its sums. torch

@@ -26,21 +26,28 @@ if TYPE_CHECKING:  # operators import only torch and triton
 _KERNELS = "titanlite.ops.elementwise_triton"
 
 
-def _like_sum(x: Any, update: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(0 if update is None else x.shape), x.new_empty(x.shape)
-
-
-_add_norm = define_operator(
-    "add_norm(Tensor x, Tensor? update, Tensor weight, float eps, float offset)"
-    " -> (Tensor, Tensor)",
-    _KERNELS,
-    _like_sum,
-)
-_add_norm_backward = define_operator(
-    "add_norm_backward(Tensor? dtotal, Tensor dy, Tensor total, Tensor weight, float eps,"
+_norm_backward = define_operator(
+    "add_norm_backward(Tensor dtotal, Tensor dy, Tensor total, Tensor weight, float eps,"
     " float offset) -> (Tensor, Tensor)",
     _KERNELS,
     like(1, 3),
+)
+
+
+def _add_norm_backward(*operands: Any) -> tuple[torch.Tensor, ...]:
+    dtotal, dweight = _norm_backward(*operands)
+    return dtotal, dtotal, dweight  # of both summands
+
+
+_add_norm = differentiate(
+    define_operator(
+        "add_norm(Tensor x, Tensor update, Tensor weight, float eps, float offset)"
+        " -> (Tensor, Tensor)",
+        _KERNELS,
+        like(0, 0),
+    ),
+    _add_norm_backward,
+    saves=lambda x, update, weight, eps, offset, total, y: (total, weight, eps, offset),
 )
 _gated_norm = differentiate(
     define_operator(
@@ -69,6 +76,19 @@ _normalize_and_rotate = differentiate(
         like(2, 3, 4, 5),
     ),
 )
+
+
+def _turn(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _rotate_heads(q, k, None, None, cos, sin, 0.0, 0.0)
+
+
+_turn_heads = differentiate(
+    _turn,
+    lambda dq, dk, cos, sin: _turn(dq, dk, cos, -sin),
+    saves=lambda q, k, cos, sin, *results: (cos, sin),
+)
 _swiglu_apart = differentiate(
     define_operator("swiglu_apart(Tensor gate, Tensor up) -> Tensor", _KERNELS, like(0)),
     define_operator(
@@ -79,11 +99,11 @@ _swiglu_apart = differentiate(
 )
 
 
-def takes_kernels(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def takes_kernels(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Return True if titanlite's kernels support `x` and `others`, all of one dtype. In compiled
     code torch fuses these operations itself.
     """
-    if torch.compiler.is_compiling() or any(t is not None and t.dtype != x.dtype for t in others):
+    if torch.compiler.is_compiling() or any(t.dtype != x.dtype for t in others):
         return False
     return has_kernels(x.device, x.dtype)
 
@@ -109,35 +129,10 @@ def add_rms_norm(
     offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `x + update`, or x without an update, and its `rms_norm`."""
-    if takes_kernels(x, update, weight_D):
-        return _AddNorm.apply(x, update, weight_D, eps, offset)
+    if update is not None and takes_kernels(x, update, weight_D):
+        return _add_norm(x.contiguous(), update.contiguous(), weight_D, eps, offset)
     total = x if update is None else x + update
     return total, rms_norm(total, weight_D, eps, offset)
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, update: Any, weight_D: Any, eps: float, offset: float) -> Any:
-        x = x.contiguous()
-        update = None if update is None else update.contiguous()
-        total, y = _add_norm(x, update, weight_D, eps, offset)
-        total = x.view_as(x) if update is None else total
-        ctx.save_for_backward(total, weight_D)
-        ctx.eps = eps
-        ctx.offset = offset
-        ctx.adds = update is not None
-        ctx.set_materialize_grads(False)
-        return total, y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dtotal: torch.Tensor | None, dy: torch.Tensor | None):
-        dweight = None
-        if dy is not None:
-            dtotal = None if dtotal is None else dtotal.contiguous()
-            operands = (*ctx.saved_tensors, ctx.eps, ctx.offset)
-            dtotal, dweight = _add_norm_backward(dtotal, dy.contiguous(), *operands)
-        return dtotal, dtotal if ctx.adds else None, dweight, None, None
 
 
 def gated_rms_norm(
@@ -159,39 +154,33 @@ def _with_rows(x: torch.Tensor) -> torch.Tensor:
     return x if has_rows else x.contiguous()
 
 
-def apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
-    """Compute `swiglu` without a gradient."""
+def _apply_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
     gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
     h_RI = F.silu(gate_RI).mul_(up_RI)
     return h_RI if weight_R is None else h_RI.mul_(weight_R.unsqueeze(-1))
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(gate_up_R2I, weight_R)
-        return apply_swiglu(gate_up_R2I, weight_R)
+def _swiglu_backward(
+    dh_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
+    dgate_up_R2I = torch.empty_like(gate_up_R2I)
+    dgate_RI, dup_RI = dgate_up_R2I.chunk(2, dim=-1)  # written in place: no concatenation
+    a_RI = F.silu(gate_RI)
+    da_RI = dh_RI * up_RI
+    torch.mul(a_RI, dh_RI, out=dup_RI)
+    dweight_R = None
+    if weight_R is not None:
+        dweight_R = a_RI.mul_(da_RI).sum(dim=-1, dtype=weight_R.dtype)
+        # As in forward, products with the weight are computed in float32; they are stored in dh's
+        # dtype.
+        dup_RI.mul_(weight_R.unsqueeze(-1))
+        da_RI.mul_(weight_R.unsqueeze(-1))
+    torch.ops.aten.silu_backward.grad_input(da_RI, gate_RI, grad_input=dgate_RI)
+    return dgate_up_R2I, dweight_R
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh_RI: torch.Tensor):
-        gate_up_R2I, weight_R = ctx.saved_tensors
-        gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
-        dgate_up_R2I = torch.empty_like(gate_up_R2I)
-        dgate_RI, dup_RI = dgate_up_R2I.chunk(2, dim=-1)  # written in place: no concatenation
-        a_RI = F.silu(gate_RI)
-        da_RI = dh_RI * up_RI
-        torch.mul(a_RI, dh_RI, out=dup_RI)
-        dweight_R = None
-        if weight_R is not None:
-            if ctx.needs_input_grad[1]:
-                dweight_R = a_RI.mul_(da_RI).sum(dim=-1, dtype=weight_R.dtype)
-            # As in forward, products with the weight are computed in float32; they are stored in
-            # dh's dtype.
-            dup_RI.mul_(weight_R.unsqueeze(-1))
-            da_RI.mul_(weight_R.unsqueeze(-1))
-        torch.ops.aten.silu_backward.grad_input(da_RI, gate_RI, grad_input=dgate_RI)
-        return dgate_up_R2I, dweight_R
+
+_swiglu = differentiate(_apply_swiglu, _swiglu_backward)
 
 
 def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> torch.Tensor:
@@ -207,7 +196,7 @@ def swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor | None = None) -> t
         gate_RI, up_RI = gate_up_R2I.chunk(2, dim=-1)
         h_RI = F.silu(gate_RI) * up_RI
         return h_RI if weight_R is None else (h_RI * weight_R.unsqueeze(-1)).to(h_RI.dtype)
-    return _SwiGLU.apply(gate_up_R2I, weight_R)
+    return _swiglu(gate_up_R2I, weight_R)
 
 
 def swiglu_apart(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -221,7 +210,7 @@ _ALPHA = 1.702
 _LIMIT = 7.0
 
 
-def _clamped(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
+def _apply_clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
     gate_RI = gate_up_R2I[..., ::2]
     up_RI = gate_up_R2I[..., 1::2]
     gate_RI = gate_RI.clamp(max=_LIMIT)
@@ -229,7 +218,7 @@ def _clamped(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
     return h_RI.mul_(up_RI.clamp(-_LIMIT, _LIMIT).add_(1)).mul_(weight_R.unsqueeze(-1))
 
 
-def _clamped_backward(
+def _clamped_swiglu_backward(
     dh_RI: torch.Tensor, gate_up_R2I: torch.Tensor, weight_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gate_RI = gate_up_R2I[..., ::2]
@@ -248,7 +237,7 @@ def _clamped_backward(
     return torch.stack([dgate_RI, dup_RI], dim=-1).flatten(-2), dweight_R
 
 
-_clamped_swiglu = differentiate(_clamped, _clamped_backward)
+_clamped_swiglu = differentiate(_apply_clamped_swiglu, _clamped_swiglu_backward)
 
 
 def clamped_swiglu(gate_up_R2I: torch.Tensor, weight_R: torch.Tensor) -> torch.Tensor:
@@ -385,23 +374,9 @@ def rotate_heads(
         q_BSHK = _with_rows(q_BSHK)
         k_BSGK = k_BSGK.contiguous()
         if weights_K is None:
-            return _RotateHeads.apply(q_BSHK, k_BSGK, *cos_sin)
+            return _turn_heads(q_BSHK, k_BSGK, *cos_sin)
         return _normalize_and_rotate(q_BSHK, k_BSGK, *weights_K, *cos_sin, eps, offset)
     if weights_K is not None:
         q_BSHK = rms_norm(q_BSHK, weights_K[0], eps, offset)
         k_BSGK = rms_norm(k_BSGK, weights_K[1], eps, offset)
     return apply_rope(q_BSHK, *cos_sin), apply_rope(k_BSGK, *cos_sin)
-
-
-class _RotateHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        ctx.save_for_backward(cos, sin)
-        return _rotate_heads(q, k, None, None, cos, sin, 0.0, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor):
-        cos, sin = ctx.saved_tensors
-        operands = (dq.contiguous(), dk.contiguous(), None, None, cos, -sin)
-        return *_rotate_heads(*operands, 0.0, 0.0), None, None

@@ -44,11 +44,10 @@ def add_norm_kernel(
     d = tl.arange(0, BLOCK)
     total = _load(x_ptr, row + d, d < D)
     w = _load(w_ptr, d, d < D) + offset
-    if update_ptr is not None:
-        total += _load(update_ptr, row + d, d < D)
-        rounded = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row + d, rounded, mask=d < D)
-        total = rounded.to(tl.float32)
+    total += _load(update_ptr, row + d, d < D)
+    rounded = total.to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row + d, rounded, mask=d < D)
+    total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, 0) / D + eps)
     _store(y_ptr, row + d, d < D, total * scale * w)
 
@@ -71,8 +70,7 @@ def add_norm_backward_kernel(
         dw += dy * normed
         dy *= w
         dx = (dy - normed * (tl.sum(dy * normed, 0) / D)) * scale
-        if dtotal_ptr is not None:
-            dx += _load(dtotal_ptr, place, d < D)
+        dx += _load(dtotal_ptr, place, d < D)
         _store(dx_ptr, place, d < D, dx)
     tl.store(dw_ptr + tl.program_id(0) * D + d, dw, mask=d < D)
 
@@ -342,11 +340,11 @@ def head_options(width: int, rotated: int, heads: int) -> dict[str, int]:
     return sizes | {"BH": max(block, 1), "num_warps": 1}
 
 
-def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, offset: float):
-    """Return x + update, or None without an update, and its norm."""
+def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, offset: float):
+    """Return x + update and its norm."""
     width = x.shape[-1]
     y = torch.empty_like(x)
-    total = x.new_empty(0) if update is None else torch.empty_like(x)
+    total = torch.empty_like(x)
     with device_of(x):
         add_norm_kernel[(x.numel() // width,)](
             x, update, weight, total, y, width, eps, offset, **norm_options(width, weight.itemsize)
@@ -355,9 +353,9 @@ def add_norm(x: Tensor, update: Tensor | None, weight: Tensor, eps: float, offse
 
 
 def add_norm_backward(
-    dtotal: Tensor | None, dy: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float
+    dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, eps: float, offset: float
 ):
-    """Return the gradients of x, of the update, and of the weight."""
+    """Return the gradients of both summands, which are equal, and of the weight."""
     width = dy.shape[-1]
     dx = torch.empty_like(dy)
     rows = dy.numel() // width

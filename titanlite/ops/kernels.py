@@ -74,33 +74,43 @@ def like(*places: int) -> Callable[..., Any]:
 
 
 def differentiate(
-    forward: Callable[..., Any], backward: Callable[..., Any], num_kept: int = 0
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    num_kept: int = 0,
+    saves: Callable[..., Sequence[Any]] | None = None,
 ) -> Callable[..., Any]:
     """Return the operator `forward` with the autograd formula `backward`.
 
-    The operands are tensors, followed by numbers. They are saved for backward, with the last
-    `num_kept` results of `forward`, which are not returned. `backward` gets the gradients of the
-    returned results, contiguous, then the tensors, the kept results, and the numbers. It returns
-    the gradients of as many operands as it likes, from the first on; the other operands get none.
+    The operands are tensors, followed by numbers. The last `num_kept` results of `forward` are not
+    returned. Saved for backward are the tensors, these results and the numbers, in this order, or
+    what `saves` returns for all operands and results, again tensors first. `backward` gets the
+    gradients of the returned results, contiguous, then what was saved. It returns the gradients of
+    as many operands as it likes, from the first on; the other operands get none.
     """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *operands: Any) -> Any:
-            tensors = [x for x in operands if isinstance(x, torch.Tensor)]
-            ctx.numbers = operands[len(tensors) :]
             results = forward(*operands)
-            kept = results[-num_kept:] if num_kept else ()
-            ctx.save_for_backward(*tensors, *kept)
+            if saves is None:
+                tensors = [x for x in operands if isinstance(x, torch.Tensor)]
+                kept = results[-num_kept:] if num_kept else ()
+                saved = (*tensors, *kept, *operands[len(tensors) :])
+            else:
+                saved = saves(*operands, *results)
+            tensors = [x for x in saved if isinstance(x, torch.Tensor)]
+            ctx.save_for_backward(*tensors)
+            ctx.numbers = saved[len(tensors) :]
+            ctx.num_operands = len(operands)
             returned = results[:-num_kept] if num_kept else results
             return _as_views(returned) if torch.compiler.is_compiling() else returned
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *grads: torch.Tensor):
-            operands = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, this recomputes
-            found = backward(*(grad.contiguous() for grad in grads), *operands)
-            return *found, *[None] * (len(operands) - num_kept - len(found))
+            saved = (*ctx.saved_tensors, *ctx.numbers)  # under checkpointing, this recomputes
+            found = backward(*(grad.contiguous() for grad in grads), *saved)
+            return *found, *[None] * (ctx.num_operands - len(found))
 
     return Differentiable.apply
 

@@ -30,7 +30,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.base.log import warn_once
 from titanlite.base.process import read_variable, remove_variable
-from titanlite.ops.kernels import define_operator, has_triton, kernel_device, operator
+from titanlite.ops.kernels import (
+    define_operator,
+    differentiate,
+    has_triton,
+    kernel_device,
+    operator,
+)
 
 # torch takes its initial setting from the first variable; cuBLAS reads the second one when it
 # starts, and then ignores all other settings.
@@ -80,30 +86,30 @@ def wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     backward.
     """
     if kernel_device(x.device) == "cuda" and x.dtype == weight_NK.dtype and x.dtype.itemsize == 2:
-        return _WideLinear.apply(x, weight_NK)
+        return _wide_linear(x, weight_NK)
     return F.linear(x.float(), weight_NK.float())
 
 
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_NK)
-        return _multiply_wide(x.flatten(0, -2), weight_NK.T).unflatten(0, x.shape[:-1])
+def _apply_wide_linear(x: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    return _multiply_wide(x.flatten(0, -2), weight_NK.T).unflatten(0, x.shape[:-1])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in
-        one matmul.
-        """
-        x, weight_NK = ctx.saved_tensors
-        dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
-        parts_M2N = x.new_empty(dy_MN.shape[0], 2 * dy_MN.shape[1])
-        high_MN, low_MN = parts_M2N.chunk(2, dim=1)
-        low_MN.copy_(dy_MN - high_MN.copy_(dy_MN))
-        dx_MK = parts_M2N @ torch.cat([weight_NK, weight_NK])
-        dweights = _multiply_wide(parts_M2N.T, x_MK).chunk(2)
-        return dx_MK.view_as(x), torch.add(*dweights, out=torch.empty_like(weight_NK))
+
+def _wide_linear_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split dy into two parts of two bytes, 16 bits of bfloat16 together, and multiply both in one
+    matmul.
+    """
+    dy_MN, x_MK = dy.flatten(0, -2), x.flatten(0, -2)
+    parts_M2N = x.new_empty(dy_MN.shape[0], 2 * dy_MN.shape[1])
+    high_MN, low_MN = parts_M2N.chunk(2, dim=1)
+    low_MN.copy_(dy_MN - high_MN.copy_(dy_MN))
+    dx_MK = parts_M2N @ torch.cat([weight_NK, weight_NK])
+    dweights = _multiply_wide(parts_M2N.T, x_MK).chunk(2)
+    return dx_MK.view_as(x), torch.add(*dweights, out=torch.empty_like(weight_NK))
+
+
+_wide_linear = differentiate(_apply_wide_linear, _wide_linear_backward)
 
 
 def linear_each(x: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -118,7 +118,7 @@ def test_operators_without_data_have_the_shapes_of_those_with():
     ops, tests = torch.ops.titanlite, ("test_schema", "test_faketensor")
     for op, operands in {
         ops.add_norm: (x, y, weight, EPS, 0.0),
-        ops.add_norm_backward: (None, x, y, weight, EPS, 0.0),
+        ops.add_norm_backward: (x, y, x, weight, EPS, 0.0),
         ops.gated_norm: (z, z.clone(), weight, EPS),
         ops.gated_norm_backward: (z, z.clone(), z.clone(), weight, EPS),
         ops.rotate_heads: (x, y, None, None, angles, angles, EPS, 0.0),

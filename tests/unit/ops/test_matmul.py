@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.features.estimate.tracker import FixedScalars
 from titanlite.ops import linear_cross_entropy
 from titanlite.ops.kernels import plan_for_device
-from titanlite.ops.matmul import _WideLinear, linear_each, wide_linear
+from titanlite.ops.matmul import _wide_linear, linear_each, wide_linear
 from titanlite.ops.moe_experts import permute_tokens, unpermute_sum
 
 BF16 = torch.bfloat16
@@ -55,7 +55,7 @@ def test_the_router_follows_float64():
     )
     dy = torch.randn(3, 40, 16)
     wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
-    y = _WideLinear.apply(x, weight)
+    y = _wide_linear(x, weight)
     expected = wide_x @ wide_weight.T
     assert y.dtype == torch.float32 and (y - expected).norm() <= 1e-6 * expected.norm()
     y.backward(dy)
