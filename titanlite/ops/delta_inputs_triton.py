@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.ops.delta_inputs import empty_heads
-from titanlite.ops.launchers import cdiv, device_of
+from titanlite.ops.launchers import cdiv, launch
 
 TOKENS = 32  # tokens of one program
 # with 4 warps, backward spills 0.6 KB of registers per thread
@@ -170,20 +170,19 @@ def delta_inputs_backward_kernel(
     tl.store(place, dx.to(dx_ptr.dtype.element_ty), mask=(t < S)[:, None] & real)
 
 
-def _launch(
+def _launch_heads(
     kernel: Any, warps: int, x: Tensor, taps: Tensor, key_width: int, operands: Any
 ) -> None:
     batch, size, heads, inputs = x.shape
     grid = (cdiv(size, TOKENS), cdiv(inputs, key_width), batch * heads)
     sizes = (size, heads, inputs, *x.stride()[:3], taps.shape[2])
-    with device_of(x):
-        kernel[grid](*operands, *sizes, K=key_width, BT=TOKENS, num_warps=warps)
+    launch(kernel, grid, *operands, *sizes, K=key_width, BT=TOKENS, num_warps=warps)
 
 
 def delta_inputs(x: Tensor, taps: Tensor, documents: Tensor, key_width: int):
     """Return queries, keys and values of x, whose last dim has stride 1."""
     results = empty_heads(x, taps, documents, key_width)
-    _launch(delta_inputs_kernel, WARPS, x, taps, key_width, (x, taps, documents, *results))
+    _launch_heads(delta_inputs_kernel, WARPS, x, taps, key_width, (x, taps, documents, *results))
     return results
 
 
@@ -203,5 +202,5 @@ def delta_inputs_backward(
     shape = (batch, tiles, heads, taps.shape[2], inputs)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     operands = (dq, dk, dv, x, taps, documents, dx, parts)
-    _launch(delta_inputs_backward_kernel, BACKWARD_WARPS, x, taps, key_width, operands)
+    _launch_heads(delta_inputs_backward_kernel, BACKWARD_WARPS, x, taps, key_width, operands)
     return dx, parts.sum((0, 1)).mT.to(taps.dtype).contiguous()

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, next_power_of_2
+from titanlite.ops.launchers import INTERPRETED, cdiv, launch, next_power_of_2
 
 PROGRAMS = 4 if INTERPRETED else 528  # 4 for each multiprocessor of an H100
 SWIGLU_BLOCK = 64 if INTERPRETED else 1024  # columns at once
@@ -345,10 +345,9 @@ def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, offset: floa
     width = x.shape[-1]
     y = torch.empty_like(x)
     total = torch.empty_like(x)
-    with device_of(x):
-        add_norm_kernel[(x.numel() // width,)](
-            x, update, weight, total, y, width, eps, offset, **norm_options(width, weight.itemsize)
-        )
+    operands = (x, update, weight, total, y, width, eps, offset)
+    options = norm_options(width, weight.itemsize)
+    launch(add_norm_kernel, (x.numel() // width,), *operands, **options)
     return total, y
 
 
@@ -360,11 +359,9 @@ def add_norm_backward(
     dx = torch.empty_like(dy)
     rows = dy.numel() // width
     parts = _make_parts(dy, min(PROGRAMS, rows), width)
-    operands = (dtotal, dy, total, weight, dx, parts)
-    with device_of(dy):
-        add_norm_backward_kernel[(len(parts),)](
-            *operands, rows, width, eps, offset, **norm_options(width, weight.itemsize)
-        )
+    operands = (dtotal, dy, total, weight, dx, parts, rows, width, eps, offset)
+    options = norm_options(width, weight.itemsize)
+    launch(add_norm_backward_kernel, (len(parts),), *operands, **options)
     return dx, parts.sum(0).to(weight.dtype)
 
 
@@ -383,9 +380,8 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of contiguous x, times silu(z)."""
     sizes = _gate_sizes(z)
     y = torch.empty_like(x)
-    with device_of(x):
-        blocks = cdiv(sizes["T"], NORM_ROWS)
-        gated_norm_kernel[(blocks,)](x, z, weight, y, eps=eps, **sizes)
+    blocks = cdiv(sizes["T"], NORM_ROWS)
+    launch(gated_norm_kernel, (blocks,), x, z, weight, y, eps=eps, **sizes)
     return y
 
 
@@ -396,8 +392,8 @@ def gated_norm_backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, eps: f
     dz = torch.empty_like(x)
     programs = min(PROGRAMS, cdiv(sizes["T"], NORM_ROWS))
     parts = _make_parts(x, programs, x.shape[-1])
-    with device_of(x):
-        gated_norm_backward_kernel[(programs,)](dy, x, z, weight, dx, dz, parts, eps=eps, **sizes)
+    operands = (dy, x, z, weight, dx, dz, parts)
+    launch(gated_norm_backward_kernel, (programs,), *operands, eps=eps, **sizes)
     return dx, dz, parts.sum(0).to(weight.dtype)
 
 
@@ -423,9 +419,8 @@ def rotate_heads(
     sizes, blocks = _head_sizes(q, k, cos)
     results = q.new_empty(q.shape), torch.empty_like(k)
     operands = (q, k, q_weight, k_weight, cos, sin, *results)
-    with device_of(q):
-        grid = (q.shape[0] * q.shape[1], blocks)
-        rotate_heads_kernel[grid](*operands, eps=eps, offset=offset, **sizes)
+    grid = (q.shape[0] * q.shape[1], blocks)
+    launch(rotate_heads_kernel, grid, *operands, eps=eps, offset=offset, **sizes)
     return results
 
 
@@ -448,31 +443,29 @@ def rotate_heads_backward(
     parts = _make_parts(q, programs, blocks, q.shape[3])
     results = torch.empty_like(dq), torch.empty_like(dk)
     operands = (dq, dk, q, k, q_weight, k_weight, cos, sin, *results, parts)
-    with device_of(q):
-        rotate_heads_backward_kernel[(programs, blocks)](
-            *operands, T=tokens, eps=eps, offset=offset, **sizes
-        )
+    sizes |= {"T": tokens, "eps": eps, "offset": offset}
+    launch(rotate_heads_backward_kernel, (programs, blocks), *operands, **sizes)
     sums = parts.sum(0)
     queries = cdiv(sizes["H"], sizes["BH"])
     dweights = (part.sum(0).to(q_weight.dtype) for part in (sums[:queries], sums[queries:]))
     return *results, *dweights
 
 
+def _launch_columns(kernel: Any, *tensors: Tensor) -> None:
+    width = tensors[0].shape[-1]
+    grid = (tensors[0].numel() // width, cdiv(width, SWIGLU_BLOCK))
+    launch(kernel, grid, *tensors, width, BLOCK=SWIGLU_BLOCK)
+
+
 def swiglu_apart(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of contiguous tensors."""
     out = torch.empty_like(gate)
-    width = gate.shape[-1]
-    grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
-    with device_of(gate):
-        swiglu_apart_kernel[grid](gate, up, out, width, BLOCK=SWIGLU_BLOCK)
+    _launch_columns(swiglu_apart_kernel, gate, up, out)
     return out
 
 
 def swiglu_apart_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of both."""
     results = (torch.empty_like(gate), torch.empty_like(up))
-    width = gate.shape[-1]
-    grid = (gate.numel() // width, cdiv(width, SWIGLU_BLOCK))
-    with device_of(gate):
-        swiglu_apart_backward_kernel[grid](dh, gate, up, *results, width, BLOCK=SWIGLU_BLOCK)
+    _launch_columns(swiglu_apart_backward_kernel, dh, gate, up, *results)
     return results

@@ -18,7 +18,6 @@ sm_100: parts of dg go through memory as vectors and are summed as prefixes.
 A pointer's first value belongs to the program's row and head; offsets inside have 32 bits.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, table_of
+from titanlite.ops.launchers import INTERPRETED, cdiv, find_table, launch
 
 CHUNK = 64
 KEY_WIDTH = 128
@@ -56,14 +55,6 @@ def options_of(table: str, kernel: str) -> dict[str, int]:
     return dict(zip(names, _TABLES[table][kernel], strict=False))
 
 
-@cache
-def _find_table(device: torch.device) -> str:
-    if INTERPRETED:
-        return "large"
-    properties = torch.cuda.get_device_properties(device)
-    return table_of(properties.major, properties.shared_memory_per_block_optin)
-
-
 def forward(
     q: Tensor,
     k: Tensor,
@@ -74,11 +65,11 @@ def forward(
     documents: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return outputs, the last state and T, as `gated_delta.gated_delta` does."""
-    launch = _Launcher(k, v, documents)
-    inverse = launch.empty(launch.num_chunks, *launch.outer, CHUNK, CHUNK)
-    _, sums, states, new, last = launch.walk(g, beta, inverse, state, is_known=False)
+    start = _Launcher(k, v, documents)
+    inverse = start.empty(start.num_chunks, *start.outer, CHUNK, CHUNK)
+    _, sums, states, new, last = start.walk(g, beta, inverse, state, is_known=False)
     out = torch.empty_like(new)
-    launch("read", q, k, new, states, sums, out)
+    start("read", q, k, new, states, sums, out)
     return out, last, inverse
 
 
@@ -95,20 +86,20 @@ def backward(
     inverse: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the first state."""
-    launch = _Launcher(k, v, documents)
-    W, sums, states, new, last = launch.walk(g, beta, inverse, state, is_known=True)
+    start = _Launcher(k, v, documents)
+    W, sums, states, new, last = start.walk(g, beta, inverse, state, is_known=True)
     dstates, dnew, dstate = (torch.empty_like(x) for x in (states, new, last))
-    launch("dstates", q, k, W, sums, dout, dlast, dstates, dnew, dstate)
+    start("dstates", q, k, W, sums, dout, dlast, dstates, dnew, dstate)
     dW, dq = torch.empty_like(W), torch.empty_like(q)
     dk = torch.empty_like(k, dtype=torch.float32)
     parts = (*states.shape[:3], KEY_WIDTH // HALF, CHUNK)
-    dsums, wrote = (launch.empty(*parts, dtype=torch.float32) for _ in range(2))
-    carried = launch.empty(*states.shape[:4], dtype=torch.float32)
+    dsums, wrote = (start.empty(*parts, dtype=torch.float32) for _ in range(2))
+    carried = start.empty(*states.shape[:4], dtype=torch.float32)
     operands = (q, k, new, states, dstates, dnew, dout, sums, dq, dk, dW, dsums, wrote, carried)
-    launch("dread", *operands)
+    start("dread", *operands)
     dk_through, dv, dbeta, dg = (torch.empty_like(x) for x in (W, v, sums, sums))
     operands = (k, v, beta, inverse, dW, dnew, sums, dsums, wrote, carried)
-    launch("dsolve", *operands, dk_through, dv, dbeta, dg)
+    start("dsolve", *operands, dk_through, dv, dbeta, dg)
     dk += dk_through.unflatten(2, (k.shape[2], -1)).sum(3, dtype=torch.float32)
     return dq, dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype), dstate
 
@@ -130,8 +121,8 @@ class _Launcher:
         return torch.empty(shape, dtype=dtype or self.v.dtype, device=self.v.device)
 
     def __call__(self, name: str, *operands: Tensor, **more: Any) -> None:
-        kernel: Any = KERNELS[name]
-        options = self.sizes | options_of(_find_table(self.v.device), name) | more
+        table = "large" if INTERPRETED else find_table(self.v.device)
+        options = self.sizes | options_of(table, name) | more
         chunks = self.num_chunks
         heads = options["G"]
         blocks = options["V"] // options.get("BV", options["V"])
@@ -141,8 +132,8 @@ class _Launcher:
             blocks = KEY_WIDTH // HALF
             heads = options["H"]
         grid = (chunks, blocks, self.k.shape[0] * heads)
-        with device_of(self.v):
-            kernel[grid](*operands, self.documents, self.size, self.num_chunks, **options)
+        sizes = (self.size, self.num_chunks)
+        launch(KERNELS[name], grid, *operands, self.documents, *sizes, **options)
 
     def walk(
         self, g: Tensor, beta: Tensor, inverse: Tensor, state: Tensor, *, is_known: bool

@@ -190,9 +190,9 @@ def grouped_mm_wgrad_into(
     sizes = (N, K, E, x.stride(0), dy.stride(0), *dw.stride())
     constants = {"BK": tile.rows, "BN": tile.cols, "BM": tile.depth, "TMA": tma, "ADDS": adds}
     constants |= _constants(x, tile, in_one_stage=unfenced and not tma)
-    with device_of(x):
-        grid = (min(programs, _most_programs(x, tile)),)
-        _kernels.wgrad_kernel[grid](*operands, dw, x_rows, dy_rows, offsets, *sizes, **constants)
+    grid = (min(programs, _most_programs(x, tile)),)
+    pointers = (dw, x_rows, dy_rows, offsets)
+    launch(_kernels.wgrad_kernel, grid, *operands, *pointers, *sizes, **constants)
 
 
 def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
@@ -200,15 +200,13 @@ def gather_sum(y_MN: Tensor, rows_Tk: Tensor) -> Tensor:
     of zeros.
     """
     T, top_k = rows_Tk.shape
-    out = y_MN.new_empty(T, y_MN.shape[1])
-    if out.numel():
-        block = min(next_power_of_2(y_MN.shape[1]), 1024)
-        with device_of(y_MN):
-            sizes = (*y_MN.shape, y_MN.stride(0), out.stride(0))
-            constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
-            _kernels.gather_sum_kernel[(T, cdiv(y_MN.shape[1], block))](
-                y_MN, rows_Tk, out, *sizes, **constants
-            )
+    N = y_MN.shape[1]
+    out = y_MN.new_empty(T, N)
+    block = min(next_power_of_2(N), 1024)
+    sizes = (*y_MN.shape, y_MN.stride(0), out.stride(0))
+    constants = {"TOP_K": top_k, "BN": block, "num_warps": 4, "enable_fp_fusion": True}
+    grid = (T, cdiv(N, block))
+    launch(_kernels.gather_sum_kernel, grid, y_MN, rows_Tk, out, *sizes, **constants)
     return out
 
 
@@ -261,9 +259,9 @@ def _launch_rows(
     }
     # an upper bound: only the device knows the exact number
     most_tiles = (M // tile.rows + E + 1) * cdiv(N, tile.cols)
-    with device_of(x):
-        grid = (min(most_tiles, _most_programs(x, tile)),)
-        _kernels.row_gemm_kernel[grid](*operands, *pointers, M, N, K, E, *strides, **constants)
+    grid = (min(most_tiles, _most_programs(x, tile)),)
+    operands += [*pointers, M, N, K, E, *strides]
+    launch(_kernels.row_gemm_kernel, grid, *operands, **constants)
 
 
 def _constants(x: Tensor, tile: Tile, *, in_one_stage: bool) -> dict[str, Any]:
@@ -297,9 +295,17 @@ def without_tma(kernel: str, tile: Tile) -> Tile:
 _bound = threading.local()
 
 
-def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current: Triton launches on the current device, and layers of one
-    model may be on several.
+def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **options: Any) -> None:
+    """Start the programs of `grid`, if there are any, on the device of the first operand: Triton
+    launches on the current device, and layers of one model may be on several.
+    """
+    if all(grid):
+        with _make_current(operands[0]):
+            kernel[grid](*operands, **options)
+
+
+def _make_current(operand: Any) -> AbstractContextManager[Any]:
+    """Make the operand's device current.
 
     A thread has no CUDA context until its first call of CUDA's runtime, and without one Triton's
     TMA descriptors fail ("invalid device context"); in autograd's thread our kernel may be that
@@ -307,6 +313,7 @@ def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """
     if INTERPRETED:
         return nullcontext()
+    tensor = operand.base if isinstance(operand, TensorDescriptor) else operand
     if getattr(_bound, "device", None) != tensor.device:
         tensor.new_zeros(1)
         _bound.device = tensor.device
@@ -326,9 +333,15 @@ def _tile_of(kernel: str, x: Tensor, *, tma: bool = True) -> Tile:
         return _INTERPRETED_TILE
     if x.element_size() != 2:
         return TILES["float32"][kernel]
-    properties = _properties(x.device)
-    tile = TILES[table_of(properties.major, properties.shared_memory_per_block_optin)][kernel]
+    tile = TILES[find_table(x.device)][kernel]
     return tile if tma else without_tma(kernel, tile)
+
+
+@cache
+def find_table(device: torch.device) -> str:
+    """Return the `table_of` the device."""
+    properties = _properties(device)
+    return table_of(properties.major, properties.shared_memory_per_block_optin)
 
 
 def table_of(major: int, shared_bytes: int) -> str:
@@ -376,11 +389,8 @@ def softmax_statistics(logits_CV: Tensor, column_C: Tensor) -> tuple[Tensor, Ten
     """
     rows, vocab_size = logits_CV.shape
     maximum_C, sum_C, target_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    if rows:
-        operands = (logits_CV, column_C, maximum_C, sum_C, target_C)
-        sizes = (vocab_size, logits_CV.stride(0))
-        with device_of(logits_CV):
-            _kernels.softmax_statistics_kernel[(rows,)](*operands, *sizes, **_softmax(vocab_size))
+    operands = (logits_CV, column_C, maximum_C, sum_C, target_C, vocab_size, logits_CV.stride(0))
+    launch(_kernels.softmax_statistics_kernel, (rows,), *operands, **_softmax(vocab_size))
     return maximum_C, sum_C, target_C
 
 
@@ -391,13 +401,10 @@ def softmax_gradient_(
     `column`; columns have stride 1.
     """
     rows, vocab_size = logits_CV.shape
-    if rows:
-        operands = (logits_CV, shift_C, scale_C, hit_C, column_C)
-        sizes = (vocab_size, logits_CV.stride(0))
-        options = _softmax(vocab_size)
-        grid = (rows, cdiv(vocab_size, options["BLOCK"]))
-        with device_of(logits_CV):
-            _kernels.softmax_gradient_kernel[grid](*operands, *sizes, **options)
+    operands = (logits_CV, shift_C, scale_C, hit_C, column_C, vocab_size, logits_CV.stride(0))
+    options = _softmax(vocab_size)
+    grid = (rows, cdiv(vocab_size, options["BLOCK"]))
+    launch(_kernels.softmax_gradient_kernel, grid, *operands, **options)
 
 
 @cache

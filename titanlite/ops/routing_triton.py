@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.ops.launchers import INTERPRETED, cdiv, device_of, next_power_of_2
+from titanlite.ops.launchers import INTERPRETED, cdiv, launch, next_power_of_2
 from titanlite.ops.routing import empty_choice, empty_order, tokens_at_once
 
 PROGRAMS = 4 if INTERPRETED else 256  # blocks of rows; `place_kernel` reads the counts of all
@@ -237,13 +237,11 @@ def sizes_of_order(num_ids: int) -> dict[str, int]:
     return {"C": max(HITS // ceil, 1), "G_CEIL": ceil}
 
 
-def _launch(kernel: Any, logits: Tensor, tensors: tuple[Any, ...], *numbers: int) -> None:
+def _launch_tokens(kernel: Any, logits: Tensor, tensors: tuple[Any, ...], *numbers: int) -> None:
     batch, size, num_experts = logits.shape
     sizes = sizes_of_choice(num_experts)
-    if logits.numel():
-        with device_of(logits):
-            grid = (batch, cdiv(size, sizes["BT"]))
-            kernel[grid](*tensors, size, num_experts, *numbers, **sizes)
+    grid = (batch, cdiv(size, sizes["BT"]))
+    launch(kernel, grid, *tensors, size, num_experts, *numbers, **sizes)
 
 
 def choose_experts(
@@ -252,7 +250,7 @@ def choose_experts(
     """Return weights, ids, counts and sums; `flags` are those of the kernel."""
     results = empty_choice(logits, bias, valid, top_k)
     tensors = (logits, bias, valid, *results)
-    _launch(choose_kernel, logits, tensors, top_k, *flags, next_power_of_2(top_k))
+    _launch_tokens(choose_kernel, logits, tensors, top_k, *flags, next_power_of_2(top_k))
     return results
 
 
@@ -269,7 +267,7 @@ def weigh_experts_backward(
     """Return the gradient of the logits; `flags` are those of the kernel."""
     dlogits = torch.empty_like(logits)
     tensors = (dweights, daux, logits, valid, weights, ids, load, dlogits)
-    _launch(weigh_backward_kernel, logits, tensors, ids.shape[1], *flags)
+    _launch_tokens(weigh_backward_kernel, logits, tensors, ids.shape[1], *flags)
     return dlogits
 
 
@@ -282,7 +280,7 @@ def group_rows(ids: Tensor, num_ids: int, num_rows: int) -> tuple[Tensor, ...]:
     counts = ids.new_empty(blocks, sizes["G_CEIL"], dtype=torch.int32)
     results = empty_order(ids, num_ids, num_rows)
     numbers = (rows, num_ids, chunks)
-    with device_of(ids):
-        count_kernel[(blocks,)](ids, counts, *numbers, **sizes)
-        place_kernel[(blocks,)](ids, counts, *results, *numbers, ids.shape[1], num_rows, **sizes)
+    launch(count_kernel, (blocks,), ids, counts, *numbers, **sizes)
+    numbers += (ids.shape[1], num_rows)
+    launch(place_kernel, (blocks,), ids, counts, *results, *numbers, **sizes)
     return results

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from titanlite.features.lora.block_formats import BlockFormat
-from titanlite.ops.launchers import cdiv, device_of
+from titanlite.ops.launchers import cdiv, launch
 
 # per program
 VALUES = 4096
@@ -31,10 +31,8 @@ def decode_blocks(
     sizes = (count, records.shape[-2], out.shape[-1])
     constants = {"BLOCK": layout.block, "CODE_BYTES": layout.code_bytes, "RECORDS": at_once}
     constants["LOW_FIRST"] = layout.low_first
-    with device_of(records):
-        decode_blocks_kernel[(cdiv(count, at_once),)](
-            *pointers, *sizes, **constants, num_warps=WARPS
-        )
+    grid = (cdiv(count, at_once),)
+    launch(decode_blocks_kernel, grid, *pointers, *sizes, **constants, num_warps=WARPS)
 
 
 @triton.jit

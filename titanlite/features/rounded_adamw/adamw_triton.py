@@ -13,7 +13,7 @@ from titanlite.features.rounded_adamw.adamw import (
     SECOND_FACTOR,
     STEP_FACTOR,
 )
-from titanlite.ops.launchers import INTERPRETED, cdiv, device_of
+from titanlite.ops.launchers import INTERPRETED, cdiv, launch
 
 BLOCK = 64 if INTERPRETED else 1024
 WARPS = 4
@@ -132,6 +132,5 @@ def adamw_rounded(
     columns = param.shape[1]
     count = param.numel()
     options = {**FACTORS, "WHOLE_ROWS": columns == row, "BLOCK": BLOCK, "num_warps": WARPS}
-    with device_of(param):
-        grid = (cdiv(count, BLOCK),)
-        adamw_kernel[grid](*tensors, count, columns, first, row, *key, *numbers, eps, **options)
+    operands = (*tensors, count, columns, first, row, *key, *numbers, eps)
+    launch(adamw_kernel, (cdiv(count, BLOCK),), *operands, **options)
