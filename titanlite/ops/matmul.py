@@ -296,13 +296,10 @@ def grouped_mm(
         is_tail_M = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
         return F.grouped_mm(x, weight, offs=offsets).masked_fill_(is_tail_M.unsqueeze(-1), 0.0)
     y = x.new_empty(x.shape[0], weight.shape[2])
-    compute, groups = get_compute_dtype(x), get_groups(offsets)
+    groups = _get_groups(offsets)
     y[groups[-1][1] if groups else 0 :] = 0
     for expert, (start, end) in enumerate(groups):
-        if compute == x.dtype:
-            torch.mm(x[start:end], weight[expert], out=y[start:end])
-        else:
-            y[start:end] = x[start:end].to(compute) @ weight[expert].to(compute)
+        _multiply_into(x[start:end], weight[expert], y[start:end])
     return y
 
 
@@ -336,14 +333,8 @@ def grouped_mm_wgrad(
         return dw.mT if k_major else dw
     # a matmul over no rows gives zeros
     dw = x.new_empty(len(offsets), left.shape[1], right.shape[1])
-    compute = get_compute_dtype(x)
-    for expert, (start, end) in enumerate(get_groups(offsets)):
-        a = left[start:end].T
-        b = right[start:end]
-        if compute == x.dtype:
-            torch.mm(a, b, out=dw[expert])
-        else:
-            dw[expert] = a.to(compute) @ b.to(compute)
+    for expert, (start, end) in enumerate(_get_groups(offsets)):
+        _multiply_into(left[start:end].T, right[start:end], dw[expert])
     return dw.mT if k_major else dw
 
 
@@ -368,16 +359,15 @@ def _use_torch_kernel(x: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def get_compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return float32 for two-byte floats on CPUs, which multiply them 16 to 50 times slower; else
-    x.dtype.
-    """
-    return (
-        torch.float32 if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    )
+def _multiply_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `a @ b` to `out`. CPUs multiply two-byte floats 16 to 50 times slower than float32."""
+    if a.is_cuda or a.dtype.itemsize != 2:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a.float() @ b.float())
 
 
-def get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
+def _get_groups(offsets: torch.Tensor) -> list[tuple[int, int]]:
     """Return (start, end) of each group. Copies the offsets to the host: a synchronization point on
     CUDA.
     """
