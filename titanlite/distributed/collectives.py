@@ -95,23 +95,25 @@ def all_to_all(
     """Send `input_splits[r]` rows of x to each rank r, and receive `output_splits[r]` rows from it;
     the gradient takes the reverse way.
     """
-    out = _exchanged(x, output_splits, input_splits, group)
-    dist.all_to_all_single(
-        out, x.contiguous(), list(output_splits), list(input_splits), group=_groups[group]
-    )
+    out, _ = start_all_to_all(x, output_splits, input_splits, group, overlaps=False)
     return out
 
 
 def start_all_to_all(
-    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+    x: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: str,
+    *,
+    overlaps: bool = True,
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start an `all_to_all` that overlaps with kernels. The result may be read after `wait` of the
-    returned work.
+    """Start an `all_to_all`. If it `overlaps` with kernels, the result may be read after `wait` of
+    the returned work.
     """
     out = _exchanged(x, output_splits, input_splits, group)
     splits = list(output_splits), list(input_splits)
     return out, dist.all_to_all_single(
-        out, x.contiguous(), *splits, group=_groups[group], async_op=True
+        out, x.contiguous(), *splits, group=_groups[group], async_op=overlaps
     )
 
 
