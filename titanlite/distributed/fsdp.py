@@ -91,7 +91,10 @@ def apply_fsdp(
     whole = set[nn.Parameter]()
     if not training.enable_cpu_offload:
         whole = _find_whole(model, units, dims, param_dtype, allows_copies=allows_copies)
-    _read_as_copies(whole - model.float32_parameters(), param_dtype)
+    copies = WeightCopies(param_dtype)
+    for param in whole - model.float32_parameters():
+        if param.dtype != param_dtype:
+            vars(param)["copies"] = copies
     if whole == {*model.parameters()}:
         return
     units = {
@@ -122,8 +125,6 @@ def apply_fsdp(
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
-    if dims.degrees.stage_size == 1 and not training.enable_cpu_offload:
-        ignored |= {param for param in model.parameters() if param.dtype == param_dtype}
     root: nn.Module = model
     embedding, head = model.outer_units()
     trained = [p for p in model.parameters() if p.requires_grad and p not in ignored]
@@ -248,8 +249,8 @@ def _find_whole(
     *,
     allows_copies: bool,
 ) -> set[nn.Parameter]:
-    """Return the parameters that no other rank shares and that can be read in `dtype` without FSDP:
-    all parameters, only the experts in `units`, or none.
+    """Return the parameters that no other rank shares and that can be read in `dtype` without FSDP.
+    All experts in `units` are among them, or none.
     """
     d = dims.degrees
     modules = [module for experts in units.values() for module in experts]
@@ -259,18 +260,9 @@ def _find_whole(
         is_cast = any(param.dtype != dtype for param in of_experts)
         if d.efsdp * d.dp_replicate > 1 or (is_cast and not is_read):
             return set()
-    params = {*model.parameters()}
-    is_cast = any(param.dtype != dtype for param in params)
-    if d.fsdp * d.dp_replicate == 1 and (allows_copies or not is_cast):
-        return params
-    return of_experts
-
-
-def _read_as_copies(params: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    copies = WeightCopies(dtype)
-    for param in params:
-        if param.dtype != dtype:
-            vars(param)["copies"] = copies
+    if d.fsdp * d.dp_replicate > 1:
+        return of_experts
+    return of_experts | {p for p in model.parameters() if allows_copies or p.dtype == dtype}
 
 
 _num_optimizer_steps = 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titanlite.config import JobConfig
 from titanlite.config.parallelism import Degrees
@@ -70,6 +71,29 @@ def test_what_no_other_rank_shares_is_outside_of_fsdp(changes, has_units, has_co
         assert any(isinstance(module, FSDPModule) for module in model.modules()) == has_units
         copied = {hasattr(param, "copies") for param in model.parameters()}
         assert copied == {has_copies}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "name"), [(Degrees(), "q_proj"), (Degrees(tp=2, ep=2), "experts")], ids=str
+)
+def test_fsdp_casts_no_parameter_that_needs_no_cast_or_is_read_as_a_copy(degrees, name):
+    """Without copies of dense parameters; `q_proj` is stored in the matmuls' dtype."""
+    job = JobConfig()
+    job.training.mixed_precision_param = "bfloat16"
+    job.parallelism.fsdp_reshard_after_forward = "always"
+    with fake_ranks(degrees.world_size):
+        model = build_decoder(CONFIG)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.to(torch.bfloat16)
+        parallelize(model, job, ParallelDims.build(degrees, "cpu"), "cpu")
+        outside = {n for n, p in model.named_parameters() if not is_of_fsdp(p)}
+        assert {n for n, _ in model.named_parameters() if name in n} <= outside
+        assert "lm_head.weight" not in outside
+
+
+def is_of_fsdp(param):
+    axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
+    return not {"dp_shard", "efsdp"}.isdisjoint(axes)
 
 
 def test_copies_of_weights_add_gradients_in_float32():
