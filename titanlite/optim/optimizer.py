@@ -191,9 +191,9 @@ class FiniteGuard:
         self._limit = limit
         # consecutive non-finite steps up to the latest
         self.in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        # steps since the last check, and whether each was finite
+        # steps since the last check, with `in_a_row` after each
         self._seen: list[tuple[int, torch.Tensor]] = []
-        self._run: list[int] = []  # consecutive non-finite steps, up to the last check
+        self._last_in_a_row = 0  # up to the last check
         self.total = 0  # all non-finite steps, up to the last check
 
     @torch.no_grad()
@@ -208,25 +208,26 @@ class FiniteGuard:
         self.in_a_row = torch.where(
             is_frozen, self.in_a_row, torch.where(finite, 0, self.in_a_row + 1)
         )
-        self._seen.append((step, finite))
+        self._seen.append((step, self.in_a_row))
         return finite & ~is_frozen
 
     def look(self) -> NonFiniteSteps | None:
         """Return the non-finite steps since the last check, or None. Synchronizes."""
         new = list[int]()
-        flags = torch.stack([finite for _, finite in self._seen]).tolist() if self._seen else []
-        for (step, _), is_finite in zip(self._seen, flags, strict=True):
-            if len(self._run) < self._limit:  # otherwise no further step was applied
-                self._run = [] if is_finite else [*self._run, step]
-                new += self._run[-1:]
+        in_a_row = self._last_in_a_row
+        counts = torch.stack([count for _, count in self._seen]).tolist() if self._seen else []
+        for (step, _), count in zip(self._seen, counts, strict=True):
+            if in_a_row < self._limit:  # otherwise no further step was applied
+                in_a_row = count
+                if count:
+                    new.append(step)
         self._seen = []
+        self._last_in_a_row = in_a_row
         if not new:
             return None
         self.total += len(new)
-        first = self._run[0] if self._run else -1
-        return NonFiniteSteps(
-            new[0], first, len(self._run), self.total, fatal=len(self._run) >= self._limit
-        )
+        first = new[-1] - in_a_row + 1 if in_a_row else -1
+        return NonFiniteSteps(new[0], first, in_a_row, self.total, fatal=in_a_row >= self._limit)
 
 
 def freeze_parameters(model: nn.Module, section: OptimizerSection) -> None:

@@ -283,3 +283,5 @@ def test_a_run_of_bad_steps_goes_on_over_a_look():
     assert guard.look() == NonFiniteSteps(1, 1, 1, 1, False)
     guard.admit(2, torch.tensor(False))
     assert guard.look() == NonFiniteSteps(2, 1, 2, 2, True)
+    guard.admit(3, torch.tensor(False))
+    assert guard.look() is None, "no step counts after the limit"
