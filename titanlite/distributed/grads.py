@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanlite.distributed.parallel_dims import ParallelDims
 from titanlite.materialize.layout import local_of, num_replicas
 from titanlite.materialize.plan import clean_name
+from titanlite.ops.kernels import wide_dtype
 
 
 def find_unreached(model: nn.Module, device: torch.device) -> list[str]:
@@ -162,7 +163,7 @@ def sum_squares(
     for replicas, entries in found.items():
         local = [grad for _, grad in entries]
         # bfloat16 would round the norms to 8 bits
-        dtype = torch.promote_types(local[0].dtype, torch.float32)
+        dtype = wide_dtype(local[0])
         norms = torch.stack(torch._foreach_norm(local, 2, dtype=dtype)).to(torch.float64)
         # A group's squares are contiguous, so the order of the sum does not depend on atomics.
         sizes = [[index for index, _ in entries].count(group) for group in range(len(groups))]

@@ -26,6 +26,7 @@ from titanlite.ops import (
     rope_cos_sin,
     swiglu_apart,
 )
+from titanlite.ops.kernels import wide_dtype
 from titanlite.ops.matmul import linear_each
 
 
@@ -159,7 +160,7 @@ class SplitRMSNorm(RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sum is None:
             return super().forward(x)
-        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        x_wide = x.to(wide_dtype(x))
         mean = self.sum(x_wide.square().sum(-1, keepdim=True)) / self.dim
         return (x_wide * (mean + self.eps).rsqrt() * local_tensor(self.weight)).to(x.dtype)
 

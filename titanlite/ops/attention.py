@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from titanlite.ops.kernels import differentiate, find_stand_in, kernel_device, operator
+from titanlite.ops.kernels import (
+    differentiate,
+    find_stand_in,
+    kernel_device,
+    operator,
+    wide_dtype,
+)
 
 AttentionBackend = Literal["sdpa", "varlen"]
 # The kernel always accepts grouped heads; torch 2.12 and newer require an argument for them.
@@ -210,7 +216,7 @@ def varlen_attention(
 
 def _like_results(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = query.shape
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = wide_dtype(query)
     return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=wide)
 
 

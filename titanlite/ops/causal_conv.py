@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.ops.kernels import differentiate
+from titanlite.ops.kernels import differentiate, wide_dtype
 
 
 def causal_conv(x_BSD: Tensor, weight_DW: Tensor, document_ids_BS: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ _causal_conv = differentiate(_forward, _backward)
 
 def _widen(x: Tensor, weight_DW: Tensor) -> tuple[Tensor, Tensor]:
     """Return x and the taps (W, D), float32 or wider."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = wide_dtype(x)
     return x.to(dtype), weight_DW.T.to(dtype).contiguous()
 
 

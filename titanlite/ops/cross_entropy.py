@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import operator
+from titanlite.ops.kernels import operator, wide_dtype
 from titanlite.ops.matmul import get_launchers, has_kernels, sum_over_rows
 
 IGNORE_INDEX = -100
@@ -42,10 +42,6 @@ def _use_kernels(x: Tensor) -> bool:
     return has_kernels(x.device, x.dtype)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     """Return for each token the factor of its loss, whether its label is a column of this rank, and
     the number of that column.
@@ -57,7 +53,7 @@ def _targets(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard | None):
     start, vocab_size = (
         (0, logits_CV.shape[-1]) if shard is None else (shard.start, shard.vocab_size)
     )
-    factor_C = valid_C.to(_wide(logits_CV)).masked_fill(
+    factor_C = valid_C.to(wide_dtype(logits_CV)).masked_fill(
         valid_C & ((labels_C < 0) | (labels_C >= vocab_size)), math.nan
     )
     local_C = labels_C - start
@@ -81,7 +77,7 @@ def _softmax_parts(
 
 def _like_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     maximum, total, target = (
-        logits.new_empty(logits.shape[0], dtype=_wide(logits)) for _ in range(3)
+        logits.new_empty(logits.shape[0], dtype=wide_dtype(logits)) for _ in range(3)
     )
     return maximum, total, target
 
@@ -95,7 +91,7 @@ def softmax_statistics(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, 
     """
     if _use_kernels(logits):
         return get_launchers().softmax_statistics(logits, column)
-    wide = logits.to(_wide(logits))
+    wide = logits.to(wide_dtype(logits))
     maximum = wide.amax(dim=-1)
     # Block by block, because a copy of all logits would go through main memory.
     rows = max(1, _CACHED_LOGITS // wide.shape[-1])
@@ -114,7 +110,7 @@ def softmax_gradient_(
     if _use_kernels(logits):
         get_launchers().softmax_gradient_(logits, shift, scale, hit, column)
         return
-    wide = logits.to(_wide(logits))  # the same tensor, if the logits are wide
+    wide = logits.to(wide_dtype(logits))  # the same tensor, if the logits are wide
     wide.sub_(shift.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1)).scatter_add_(
         -1, column, -hit.unsqueeze(-1)
     )
@@ -142,7 +138,9 @@ class _Gradients:
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, needed: Sequence[bool]) -> None:
         self._hidden_TD, self._weight_VD = hidden_TD, weight_VD
         self.hidden = torch.empty_like(hidden_TD) if needed[0] else None
-        self.weight = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if needed[1] else None
+        self.weight = (
+            torch.zeros_like(weight_VD, dtype=wide_dtype(weight_VD)) if needed[1] else None
+        )
 
     def add(self, rows: slice, grad_CV: Tensor) -> None:
         """Add a chunk's gradients, from the gradient of its logits."""
@@ -168,7 +166,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight_VD.dtype
         return (
-            torch.cat(losses).sum() if losses else hidden_TD.new_zeros((), dtype=_wide(weight_VD))
+            torch.cat(losses).sum()
+            if losses
+            else hidden_TD.new_zeros((), dtype=wide_dtype(weight_VD))
         )
 
     @staticmethod
@@ -193,7 +193,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.others = others  # chunk_tokens, shard
         loss_T, logsumexp_T = (
-            hidden_TD.new_empty(len(hidden_TD), dtype=_wide(weight_VD)) for _ in range(2)
+            hidden_TD.new_empty(len(hidden_TD), dtype=wide_dtype(weight_VD)) for _ in range(2)
         )
         for rows, logits_CV, factor_C, mine_C, column_C1 in _chunks(
             hidden_TD, weight_VD, labels_T, *others

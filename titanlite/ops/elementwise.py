@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from titanlite.ops.kernels import define_operator, differentiate, like
+from titanlite.ops.kernels import define_operator, differentiate, like, wide_dtype
 from titanlite.ops.matmul import has_kernels
 
 if TYPE_CHECKING:  # operators import only torch and triton
@@ -117,7 +117,7 @@ def rms_norm(
     if not offset:
         return F.rms_norm(x, (x.shape[-1],), weight_D, eps)
     # bfloat16 has no value between 1 and 1.008
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     return rms_norm(x.to(wide), weight_D.to(wide) + offset, eps).to(x.dtype)
 
 
@@ -142,7 +142,7 @@ def gated_rms_norm(
     if takes_kernels(x_BSHRV, z_BSHRV, weight_V):
         return _gated_norm(x_BSHRV.contiguous(), _with_rows(z_BSHRV), weight_V, eps)
     normed_BSHRV = rms_norm(x_BSHRV, weight_V, eps)
-    wide = torch.promote_types(x_BSHRV.dtype, torch.float32)
+    wide = wide_dtype(x_BSHRV)
     return (normed_BSHRV * F.silu(z_BSHRV.to(wide))).to(x_BSHRV.dtype)
 
 

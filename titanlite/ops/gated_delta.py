@@ -46,6 +46,7 @@ from titanlite.ops.kernels import (
     like,
     operator,
     recording,
+    wide_dtype,
 )
 from titanlite.ops.matmul import has_fences
 
@@ -79,7 +80,7 @@ def import_fla() -> Any:
 
 def l2_norm(x: Tensor, scale: float = 1.0, eps: float = 1e-6) -> Tensor:
     """Return `scale * x / sqrt(sum(x ** 2) + eps)` over the last dim, in the dtype of x."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(wide_dtype(x))
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt() * scale).to(x.dtype)
 
 
@@ -87,7 +88,7 @@ def log_decay(a_BSG: Tensor, A_log_G: Tensor, dt_bias_G: Tensor) -> Tensor:
     """Return `-exp(A_log) * softplus(a + dt_bias)`, the log of a token's decay, float32 or wider;
     at most 0.
     """
-    dtype = torch.promote_types(a_BSG.dtype, torch.float32)
+    dtype = wide_dtype(a_BSG)
     return -A_log_G.to(dtype).exp() * F.softplus(a_BSG.to(dtype) + dt_bias_G.to(dtype))
 
 
@@ -135,7 +136,7 @@ def gated_delta_rule(
     if state_BGKV is None:
         zero = torch.zeros((), device=v_BSGV.device)
         state_BGKV = zero.expand(batch, value_heads, key_width, value_width)
-    state_BGKV = state_BGKV.to(torch.promote_types(v_BSGV.dtype, torch.float32))
+    state_BGKV = state_BGKV.to(wide_dtype(v_BSGV))
     documents_BS = number_documents(document_ids_BS, v_BSGV)
     return _rule(*(x.contiguous() for x in operands), state_BGKV, documents_BS, backend)
 
@@ -406,7 +407,7 @@ def _cut(x: Tensor, heads: int) -> Tensor:
     """Cut (B, S, heads * R, W) into (N, B, heads, R, C, W), with zeros after the row's end."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
     cut = padded.unflatten(2, (heads, -1)).unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 4, 2, 5)
-    return cut.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    return cut.to(wide_dtype(x)).contiguous()
 
 
 def _join(cut: Tensor, like: Tensor) -> Tensor:

@@ -181,6 +181,11 @@ def kernel_device(device: torch.device) -> str:
     return _planned_device or device.type
 
 
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return float32, or the dtype of x if it is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, or `param` itself if it is a plain tensor; for a
     parameter with `copies` (`distributed.fsdp.WeightCopies`), its copy. Differentiable.
