@@ -201,6 +201,16 @@ def _store_halves(place, first, second, V):
 
 
 @triton.jit
+def _products(a, b, tokens, stride, WIDTH: tl.constexpr):
+    """Return a b^T (C, C) of the tokens of a chunk, in blocks of 64 of their WIDTH columns."""
+    total = tl.zeros([C, C], tl.float32)
+    for x in range(WIDTH // 64):
+        columns = x * 64 + tl.arange(0, 64)
+        total += tl.dot(_load(a, tokens, columns, stride), _load_t(b, tokens, columns, stride))
+    return total
+
+
+@triton.jit
 def _tokens(documents, n, S):
     """Return the tokens of chunk n, whether they are in the row, and the documents of these tokens,
     of the token before the chunk, and of its last one. Tokens after the row's end belong to its
@@ -327,35 +337,31 @@ def states_kernel(
     V: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Visit the chunks of one row, for BV columns of a value head's state, in two halves of K."""
+    """Visit the chunks of one row, for BV columns of a value head's state."""
     block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
-    half = tl.arange(0, 64)
+    keys = tl.arange(0, K)
     values = block * BV + tl.arange(0, BV)
-    inner = half[:, None] * V + values[None, :]
+    inner = keys[:, None] * V + values[None, :]
     documents = documents_ptr + b * S
     sums = sums_ptr + row
     k_base, w_base = k_ptr + key_row * K, W_ptr + row * K
     u_base, new_base = U_ptr + row * V, new_ptr + row * V
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     end = program.to(tl.int64) * K * V + inner
-    state_1, state_2 = _load_halves(first_ptr + end, V)
+    state = tl.load(first_ptr + end)
     for n in range(N):
         tokens = _tokens(documents, n, S)
         _, _, write, keep = _factors(sums, n, S, G, tokens)
-        place = states_ptr + ((b * N + n) * G + head) * K * V + inner
-        rounded_1, rounded_2 = state_1.to(dtype), state_2.to(dtype)
-        _store_halves(place, rounded_1, rounded_2, V)
+        stored = state.to(dtype)
+        tl.store(states_ptr + ((b * N + n) * G + head) * K * V + inner, stored)
         new = _load(u_base, tokens, values, G * V).to(tl.float32)
-        new -= tl.dot(_load(w_base, tokens, half, G * K), rounded_1)
-        new -= tl.dot(_load(w_base + 64, tokens, half, G * K), rounded_2)
+        new -= tl.dot(_load(w_base, tokens, keys, G * K), stored)
         rounded = new.to(dtype)
         _store(new_base, tokens, values, G * V, rounded)
-        k_1 = _load_t(k_base, tokens, half, H * K) * write[None, :]
-        k_2 = _load_t(k_base + 64, tokens, half, H * K) * write[None, :]
-        state_1 = state_1 * keep + tl.dot(k_1.to(rounded.dtype), rounded)
-        state_2 = state_2 * keep + tl.dot(k_2.to(rounded.dtype), rounded)
-    _store_halves(last_ptr + end, state_1, state_2, V)
+        k_t = _load_t(k_base, tokens, keys, H * K) * write[None, :]
+        state = state * keep + tl.dot(k_t.to(dtype), rounded)
+    tl.store(last_ptr + end, state)
 
 
 @triton.jit
@@ -410,7 +416,8 @@ def dstates_kernel(
     BV: tl.constexpr,
 ):
     """Visit the chunks backwards: compute the gradients of the state after each chunk and of `new`,
-    for BV columns of a value head.
+    for BV columns of a value head. Held as a whole, not in two halves of K, the state's gradient
+    would spill 112 bytes of registers per thread on Hopper.
     """
     block, program = tl.program_id(1), tl.program_id(2)
     b, head, row, key_row = _place(program, S, H, G)
@@ -504,19 +511,10 @@ def dread_kernel(
         dout_base, new_base = dout_ptr + row * V, new_ptr + row * V
         dnew_base = dnew_ptr + row * V
         # Several loops over V: in a single loop, their sums would not fit the registers.
-        dP = tl.zeros([C, C], tl.float32)
-        for x in range(V // 64):
-            values = x * 64 + half
-            dout = _load(dout_base, tokens, values, G * V)
-            dP += tl.dot(dout, _load_t(new_base, tokens, values, G * V))
-        dP *= _decay(total, tokens, 0)
+        dP = _products(dout_base, new_base, tokens, G * V, V) * _decay(total, tokens, 0)
         dq += tl.dot(dP.to(k.dtype), k)
         dsums = tl.sum(dP * qk, 1) - tl.sum(dP * qk, 0)
-        dP_t = tl.zeros([C, C], tl.float32)
-        for x in range(V // 64):
-            values = x * 64 + half
-            new = _load(new_base, tokens, values, G * V)
-            dP_t += tl.dot(new, _load_t(dout_base, tokens, values, G * V))
+        dP_t = _products(new_base, dout_base, tokens, G * V, V)
         dP_t *= _decay(total, tokens, 0, IS_TRANSPOSED=True)
         dk += tl.dot(dP_t.to(q.dtype), q)
         wrote, carried = tl.zeros([C], tl.float32), tl.zeros([64], tl.float32)
@@ -589,7 +587,7 @@ def dsolve_kernel(
     T_t = tl.load(T_base + i[None, :] * C + i[:, None])
     dtype: tl.constexpr = T_ptr.dtype.element_ty
     # dT = dU (beta v)^T + dW (beta e^G k)^T
-    dT, kk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    dT = tl.zeros([C, C], tl.float32)
     dbeta, along = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for x in range(V // 64):
         values = x * 64 + half
@@ -606,10 +604,7 @@ def dsolve_kernel(
         dT += tl.dot(dW, k_t.to(dtype))
         along += tl.sum(tl.dot(T_t, dW) * _load(k_base, tokens, keys, H * K), 1)
     dA = -tl.dot(tl.dot(T_t, dT.to(dtype)).to(dtype), T_t) * _decay(total, tokens, 1)
-    for x in range(K // 64):
-        keys = x * 64 + half
-        k_t = _load_t(k_base, tokens, keys, H * K)
-        kk += tl.dot(_load(k_base, tokens, keys, H * K), k_t)
+    kk = _products(k_base, k_base, tokens, H * K, K)
     dbeta += read * along + tl.sum(dA * kk, 1)
     dA *= beta[:, None]
     dsums = scale * along + tl.sum(dA * kk, 1) - tl.sum(dA * kk, 0)
