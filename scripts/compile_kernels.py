@@ -334,7 +334,7 @@ def _rows(
         "N",
         "K",
         "E",
-        *(f"stride_{s}" for s in ("xm", "we", "wn", "wk", "ym", "zm", "hm")),
+        *(f"stride_{s}" for s in ("xm", "we", "wn", "wk")),
     )
     types |= {name: "i32" for name in integers if name not in constants}
     full = (

@@ -67,9 +67,7 @@ def _swizzle(tile, row_tiles, col_tiles, BAND: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(
-    dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr, stride_zm, stride_dm, stride_hm
-):
+def _swiglu_backward(dh, weight, m, n, real, end, N, z_ptr, dz_ptr, h_ptr):
     """From dh before the router's weight, store dz = [dgate | dup] and h; return this tile's part
     of dweight.
     """
@@ -77,12 +75,13 @@ def _swiglu_backward(
     inside = (n < N)[None, :]
     read = real[:, None] & inside
     mask = (m < end)[:, None] & inside
-    gate = tl.load(z_ptr + row * stride_zm + n[None, :], mask=read, other=0.0).to(tl.float32)
-    up = tl.load(z_ptr + row * stride_zm + N + n[None, :], mask=read, other=0.0).to(tl.float32)
+    left = row * 2 * N + n[None, :]  # z and dz have 2 N columns
+    gate = tl.load(z_ptr + left, mask=read, other=0.0).to(tl.float32)
+    up = tl.load(z_ptr + left + N, mask=read, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     tl.store(
-        h_ptr + row * stride_hm + n[None, :],
+        h_ptr + row * N + n[None, :],
         (silu * up * weight).to(h_ptr.dtype.element_ty),
         mask=mask,
     )
@@ -90,8 +89,8 @@ def _swiglu_backward(
     dh *= weight
     dup = dh * silu
     dgate = dh * up * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(dz_ptr + row * stride_dm + n[None, :], dgate.to(dz_ptr.dtype.element_ty), mask=mask)
-    tl.store(dz_ptr + row * stride_dm + N + n[None, :], dup.to(dz_ptr.dtype.element_ty), mask=mask)
+    tl.store(dz_ptr + left, dgate.to(dz_ptr.dtype.element_ty), mask=mask)
+    tl.store(dz_ptr + left + N, dup.to(dz_ptr.dtype.element_ty), mask=mask)
     return dweight
 
 
@@ -114,9 +113,6 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
     stride_we,
     stride_wn,
     stride_wk,
-    stride_ym,
-    stride_zm,
-    stride_hm,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -185,56 +181,29 @@ def row_gemm_kernel(  # noqa: PLR0915 - functions would be inlined, and hide whi
                     up_ptrs += BK * stride_wk
                 acc_up = tl.dot(a, b, acc_up, input_precision=PRECISION)
         mask = (m < end)[:, None] & (n < N)[None, :]
-        out = m.to(tl.int64)[:, None]
+        row = m.to(tl.int64)[:, None]
         if EPILOGUE == 0:
-            tl.store(
-                y_ptr + out * stride_ym + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask
-            )
+            tl.store(y_ptr + row * N + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
         if EPILOGUE == 1:
             # Rounded as it is stored, so that backward recomputes the same h.
             gate = acc.to(h_ptr.dtype.element_ty)
             up = acc_up.to(h_ptr.dtype.element_ty)
             if z_ptr is not None:
-                tl.store(z_ptr + out * stride_zm + n[None, :], gate, mask=mask)
-                tl.store(z_ptr + out * stride_zm + N + n[None, :], up, mask=mask)
+                left = row * 2 * N + n[None, :]
+                tl.store(z_ptr + left, gate, mask=mask)
+                tl.store(z_ptr + left + N, up, mask=mask)
             g = gate.to(tl.float32)
             h = g * tl.sigmoid(g) * up.to(tl.float32)
             h *= tl.load(weight_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
-            tl.store(h_ptr + out * stride_hm + n[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
+            tl.store(h_ptr + row * N + n[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
         if EPILOGUE == 2:
             weight = tl.load(weight_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
             # One half after the other: together they would need too many registers.
             left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             n_left = col_tile * BN + tl.arange(0, BN // 2)
-            dweight = _swiglu_backward(
-                left,
-                weight,
-                m,
-                n_left,
-                real,
-                end,
-                N,
-                z_ptr,
-                y_ptr,
-                h_ptr,
-                stride_zm,
-                stride_ym,
-                stride_hm,
-            )
+            dweight = _swiglu_backward(left, weight, m, n_left, real, end, N, z_ptr, y_ptr, h_ptr)
             dweight += _swiglu_backward(
-                right,
-                weight,
-                m,
-                n_left + BN // 2,
-                real,
-                end,
-                N,
-                z_ptr,
-                y_ptr,
-                h_ptr,
-                stride_zm,
-                stride_ym,
-                stride_hm,
+                right, weight, m, n_left + BN // 2, real, end, N, z_ptr, y_ptr, h_ptr
             )
             tl.store(dweight_ptr + m.to(tl.int64) * col_tiles + col_tile, dweight, mask=m < end)
 

@@ -109,9 +109,9 @@ def row_grouped_gemm(x: Tensor, weight_EKN: Tensor, offsets_E: Tensor) -> Tensor
         weight_EKN: (E, K, N); K or N has stride 1.
         offsets_E: (E,) int32.
     """
-    N = weight_EKN.shape[2]
-    y = x.new_empty(x.shape[0], N)
-    _launch_rows(x, weight_EKN, offsets_E, None, PLAIN, N, y=y)
+    y = x.new_empty(x.shape[0], weight_EKN.shape[2])
+    results = (y, None, None, None, None)
+    _launch_rows(x, weight_EKN, offsets_E, None, PLAIN, y.shape[1], results)
     return y
 
 
@@ -127,8 +127,8 @@ def gather_swiglu(
     up * row_weight. Without `token`, x has the rows themselves.
     """
     h, z = empty_swiglu(x, gate_up, row_weight, token, offsets, keep)
-    out = {"z": z if keep else None, "h": h, "row_weight": row_weight}
-    _launch_rows(x, gate_up.mT, offsets, token, SWIGLU, h.shape[1], **out)
+    results = (None, z if keep else None, h, row_weight, None)
+    _launch_rows(x, gate_up.mT, offsets, token, SWIGLU, h.shape[1], results)
     return h, z
 
 
@@ -146,8 +146,8 @@ def gather_swiglu_backward(
     dz = z.new_empty(z.shape)
     h = z.new_empty(rows, inner)
     parts = torch.empty(rows, cdiv(inner, tile.cols), dtype=torch.float32, device=z.device)
-    out = {"y": dz, "z": z, "h": h, "row_weight": row_weight, "drow_weight": parts}
-    _launch_rows(dout, down, offsets, token, SWIGLU_BACKWARD, inner, **out)
+    results = (dz, z, h, row_weight, parts)
+    _launch_rows(dout, down, offsets, token, SWIGLU_BACKWARD, inner, results)
     return dz, h, parts.sum(dim=1)
 
 
@@ -217,8 +217,11 @@ def _launch_rows(
     rows: Tensor | None,
     epilogue: int,
     N: int,
-    **out: Tensor | None,
+    results: tuple[Tensor | None, ...],
 ) -> None:
+    """Launch `row_gemm_kernel` for results with N columns. `results` are its pointers y, z, h, to
+    the rows' weights and to their gradient, all contiguous; None: not used by the epilogue.
+    """
     E, K, _ = weight.shape
     M = len(x if rows is None else rows)
     if not M or not N:
@@ -241,10 +244,7 @@ def _launch_rows(
     if weight_by_tma:
         block = [1, tile.cols, tile.depth] if k_major else [1, tile.depth, tile.cols]
         operands[1] = TensorDescriptor.from_tensor(stored, block)
-    y, z, h = (out.get(name) for name in ("y", "z", "h"))
-    pointers = (y, z, h, out.get("row_weight"), out.get("drow_weight"), rows, offsets)
-    out_strides = (0 if t is None else t.stride(0) for t in (y, z, h))
-    strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1), *out_strides)
+    strides = (x.stride(0), weight.stride(0), weight.stride(2), weight.stride(1))
     constants = {
         "BM": tile.rows,
         "BN": tile.cols,
@@ -260,7 +260,7 @@ def _launch_rows(
     # an upper bound: only the device knows the exact number
     most_tiles = (M // tile.rows + E + 1) * cdiv(N, tile.cols)
     grid = (min(most_tiles, _most_programs(x, tile)),)
-    operands += [*pointers, M, N, K, E, *strides]
+    operands += [*results, rows, offsets, M, N, K, E, *strides]
     launch(_kernels.row_gemm_kernel, grid, *operands, **constants)
 
 
