@@ -53,16 +53,11 @@ class ExpertBiasBalancer:
         self._sum_over_ranks = sum_over_ranks
         self._stage_size = stage_size
         if numbers:
+            device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
             # (layers, E) int64: this rank's rows since the last `step`
-            self.counts = self._make_counts(model)
-
-    def _make_counts(self, model: Model) -> torch.Tensor:
-        if self._counters:
-            return torch.zeros_like(self._counters[0].tokens_per_expert).repeat(self._num_layers, 1)
-        device = next(buffer.device for buffer in model.buffers() if not buffer.is_meta)
-        return torch.zeros(
-            self._num_layers, model.config.num_experts, dtype=torch.int64, device=device
-        )
+            self.counts = torch.zeros(
+                len(numbers), model.config.num_experts, dtype=torch.int64, device=device
+            )
 
     @torch.no_grad()
     def accumulate(self) -> None:
