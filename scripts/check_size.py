@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Part -> most tokens. A module of the package that is in no other part is in the core.
-LIMITS = {"core": 83_700, "floor": 74_700, "features": 113_000, "tests": 261_300, "scripts": 35_500}
+LIMITS = {"core": 81_700, "floor": 74_700, "features": 108_500, "tests": 250_300, "scripts": 35_500}
 FLOOR = ("base/", "config/", "models/families/", "data/", "metrics/", "launch/", "__main__.py")
 COUNTED = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
 
