@@ -30,7 +30,7 @@ def test_frozen_stays_and_the_rest_moves(run_ranks, checked):
 
     def rank_main():
         trainer = assemble(job)
-        assert trainer.metrics._flops_per_token == flops, "on shards as on the whole model"
+        assert trainer.metrics.flops_per_token == flops, "on shards as on the whole model"
         before = full_tensors(trainer.model)
         take_step(trainer, 0)
         for name, param in trainer.model.named_parameters():
