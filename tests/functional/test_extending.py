@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from files import read_json, read_lines, write_json, write_lines
+from planned import checked as planned
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import titanlite
@@ -27,6 +28,9 @@ from titanlite.config.parallelism import Degrees
 from titanlite.config.schema import OptimizerSection
 from titanlite.features.api import make_config
 from titanlite.features.custom import build_custom_objective, build_custom_optimizer
+from titanlite.features.estimate.estimate import get_memory
+from titanlite.features.estimate.trace import trace_step
+from titanlite.features.estimate.tracker import STATES
 from titanlite.features.sft.rows import open_rows
 from titanlite.models.families import any_model_config_from_hf
 
@@ -201,6 +205,16 @@ def test_an_average_is_validated_saved_and_resumed(checked, run_warm, tmp_path, 
     assert found.keys() == average.keys()
     for key, value in average.items():
         torch.testing.assert_close(found[key].detach(), value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plan_counts_the_average():
+    states = {
+        name: get_memory(trace_step(planned(1, 1, f"--optimizer.name={name}"))).by_purpose[STATES]
+        for name in ("AdamW", "my_averages:tail_averaged_adamw")
+    }
+    assert states["my_averages:tail_averaged_adamw"] == pytest.approx(
+        1.5 * states["AdamW"], rel=1e-3
+    )
 
 
 def test_a_metric_of_gradients_is_the_same_on_all_meshes(train_into, tmp_path):

@@ -23,6 +23,7 @@ class Schedule:
         self._model = model
         self._groups = [(group, group["lr"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
+            group["training_step"] = 0
             group["last_training_step"] = job.training.steps - 1
 
     def learning_rate(self, step: int) -> float:
