@@ -165,8 +165,6 @@ class Ranks(Forked):
 
     def __init__(self, world_size, function):
         def main(pipe):
-            # With a CUDA build, autograd's threads of the parent would forbid a backward here.
-            torch.autograd.set_multithreading_enabled(False)
             while True:
                 result = function(*pipe.recv())
                 dist.barrier()
