@@ -3,11 +3,10 @@ largest tensor.
 """
 
 import os
-from functools import partial
+import threading
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from tensors import Watch
 from torch.utils._pytree import tree_iter
@@ -24,12 +23,29 @@ VOCAB = 150  # several blocks of columns
 
 @pytest.fixture(params=["torch", "kernels"])
 def backend(request, monkeypatch):
-    """Compute with torch, or with the kernels in Triton's interpreter."""
-    if request.param == "kernels":
-        if not INTERPRETED:
-            pytest.skip("on a GPU they are tested in tests/functional/test_gpu.py")
-        monkeypatch.setattr(cross_entropy, "_use_kernels", lambda x: x.dtype in KERNEL_DTYPES)
-    return request.param
+    """Compute with torch, or with the kernels in Triton's interpreter, one thread at a time."""
+    if request.param == "torch":
+        yield "torch"
+        return
+    if not INTERPRETED:
+        pytest.skip("on a GPU they are tested in tests/functional/test_gpu.py")
+    lock, runs = threading.Lock(), []
+
+    def locked(name):
+        real = getattr(cross_entropy, name)
+
+        def run(*args):
+            with lock:
+                runs.append(name)
+                return real(*args)
+
+        return run
+
+    monkeypatch.setattr(cross_entropy, "_use_kernels", lambda x: x.dtype in KERNEL_DTYPES)
+    for name in ("softmax_statistics", "softmax_gradient_"):
+        monkeypatch.setattr(cross_entropy, name, locked(name))
+    yield "kernels"
+    assert runs
 
 
 def make_inputs(tokens=13, dim=8, vocab=23, dtype=torch.float32, ignored=(2, 5)):
@@ -145,39 +161,58 @@ def test_no_grad_gives_the_value_and_computes_no_gradient():
     assert weight.shape not in log.shapes
 
 
-def reduce(x, op):
-    x = x.clone()
-    dist.all_reduce(x, op)
-    return x
+class Ranks:
+    """All-reduce between threads: each hands in its tensor, all get the reduction."""
+
+    def __init__(self, size):
+        self.barrier, self.given = threading.Barrier(size, timeout=20), [None] * size
+
+    def reduce(self, rank, value, function):
+        self.given[rank] = value.clone()
+        self.barrier.wait()
+        out = function(torch.stack(self.given), 0)
+        self.barrier.wait()
+        return out
 
 
 @pytest.mark.parametrize(
     ("splits", "reduction"), [((0, 1, VOCAB), "none"), ((0, 50, 100, VOCAB), "sum")]
 )
-def test_vocabulary_shards_equal_the_whole(run_ranks, splits, reduction, backend):
-    """Each rank has the whole loss, and gradients that are parts of a sum or rows."""
+def test_vocabulary_shards_equal_the_whole(splits, reduction, backend):
+    """Each rank is a thread. It has the whole loss, and gradients that are parts of a sum or
+    rows.
+    """
     dtype = torch.float32 if backend == "kernels" else torch.float64
     hidden, weight, labels = make_inputs(vocab=VOCAB, dtype=dtype)
     upstream = make_upstream(reduction)
-    expected = reference(hidden, weight, labels, reduction, upstream)
+    size = len(splits) - 1
+    ranks, results = Ranks(size), [None] * size
 
-    def rank_main():
-        begin, end = splits[dist.get_rank() :][:2]
+    def run(rank):
+        begin, end = splits[rank], splits[rank + 1]
         shard = VocabShard(
             start=begin,
-            vocab_size=VOCAB,
-            reduce_max=partial(reduce, op=dist.ReduceOp.MAX),
-            reduce_sum=partial(reduce, op=dist.ReduceOp.SUM),
+            vocab_size=splits[-1],
+            reduce_max=lambda x: ranks.reduce(rank, x, torch.amax),
+            reduce_sum=lambda x: ranks.reduce(rank, x, torch.sum),
         )
+        mine = hidden.detach().clone().requires_grad_()
         rows = weight.detach()[begin:end].clone().requires_grad_()
-        loss = linear_cross_entropy(hidden, rows, labels, 5, shard, reduction=reduction)
+        loss = linear_cross_entropy(mine, rows, labels, 5, shard, reduction=reduction)
         loss.backward(upstream.to(dtype))
-        whole, dhidden, dweight = expected
-        assert_close(loss, whole, BOUNDS[dtype])
-        assert_close(reduce(hidden.grad, dist.ReduceOp.SUM), dhidden, BOUNDS[dtype])
-        assert_close(rows.grad, dweight[begin:end], BOUNDS[dtype])
+        results[rank] = loss.detach(), mine.grad, rows.grad
 
-    run_ranks(len(splits) - 1, rank_main)
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result is not None for result in results)
+    loss, dhidden, dweight = reference(hidden, weight, labels, reduction, upstream)
+    for result in results:
+        assert_close(result[0], loss, BOUNDS[dtype])
+    assert_close(sum(result[1] for result in results), dhidden, BOUNDS[dtype])
+    assert_close(torch.cat([result[2] for result in results]), dweight, BOUNDS[dtype])
 
 
 def test_bfloat16_gradients_are_scaled_alike():
