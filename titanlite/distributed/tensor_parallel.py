@@ -88,7 +88,7 @@ def _placements(model: Decoder) -> ParameterPlacements:
 
 def _split_layers(part: Part) -> dict[Linear | SplitRMSNorm, int]:
     """Return the layers in `part.splits` that this `part` has, with the dim of their split."""
-    layers = {getattr(part, name, None): dim for name, dim in part.splits.items()}
+    layers = {getattr(part, name): dim for name, dim in part.splits.items()}
     return {layer: dim for layer, dim in layers.items() if isinstance(layer, Linear | SplitRMSNorm)}
 
 

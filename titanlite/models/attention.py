@@ -197,14 +197,15 @@ class LatentAttention(SelfAttention):
         self.v_head_dim = config.v_head_dim
         self.latent_dim = config.kv_lora_rank
         self.interleaved = config.rope_interleave
-        self.q_latent_dim = config.q_lora_rank
         width = config.num_heads * config.qk_head_dim
-        if self.q_latent_dim:
-            self.q_a_proj = Linear(hidden, self.q_latent_dim, bias=bias, std=std)
-            self.q_a_layernorm = RMSNorm(self.q_latent_dim, _LATENT_EPS)
-            self.q_b_proj = Linear(self.q_latent_dim, width, std=std)
-        else:
-            self.q_proj = Linear(hidden, width, std=std)
+        self.q_proj = None if config.q_lora_rank else Linear(hidden, width, std=std)
+        self.q_a_proj = (
+            Linear(hidden, config.q_lora_rank, bias=bias, std=std) if config.q_lora_rank else None
+        )
+        self.q_a_layernorm = (
+            RMSNorm(config.q_lora_rank, _LATENT_EPS) if config.q_lora_rank else None
+        )
+        self.q_b_proj = Linear(config.q_lora_rank, width, std=std) if config.q_lora_rank else None
         self.kv_a_proj_with_mqa = Linear(
             hidden, config.kv_lora_rank + self.rotary_dim, bias=bias, std=std
         )
@@ -235,8 +236,13 @@ class LatentAttention(SelfAttention):
         return out_BSHV.flatten(2)
 
     def _queries(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        if not self.q_latent_dim:
+        if self.q_proj is not None:
             return self.q_proj(x_BSD)
+        assert (
+            self.q_a_proj is not None
+            and self.q_a_layernorm is not None
+            and self.q_b_proj is not None
+        )
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
 
     def _rotate(self, x_BSHR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
