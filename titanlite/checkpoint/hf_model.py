@@ -286,10 +286,15 @@ class HFCheckpoint(StoredWeights):
 def is_equal(first: Read, second: Read) -> bool:
     """Return True if both hold the same values, whatever their dtypes. Reads two chunks of 32 MiB
     at a time.
+
+    A reader that converts its tensors reads whole tensors instead, once.
     """
     if first.shape != second.shape:
         return False
-    for part in whole(first.name, first.shape).region.slabs(_CHUNK_ELEMENTS):
+    region = whole(first.name, first.shape).region
+    readers = (first.reader, second.reader)
+    is_streamed = all(isinstance(reader, SafetensorsReader) for reader in readers)
+    for part in region.slabs(_CHUNK_ELEMENTS) if is_streamed else [region]:
         values = [  # float64 represents all other dtypes exactly
             read_region(read.reader, read.name, part, torch.float64) for read in (first, second)
         ]
